@@ -3,6 +3,7 @@
 `python eval.py compare RUN [RUN ...]` compares the evaluations of several runs.
 `python eval.py diagnose RUN` measures the errors of every GEMM of one.
 `python eval.py sample RUN --prompt TEXT` generates text.
+`python eval.py report RUN [BASELINE ...] --out report.html` writes a page about one.
 
 All print text to read, or with --json one line of JSON.
 """
@@ -23,10 +24,12 @@ from typing import Any
 from analysis.compare.compare import CompareConfig, compare
 from analysis.diagnose.diagnose import DiagnoseConfig, check_folder, diagnose_model, totals, write
 from analysis.diagnose.tables import summary
-from analysis.evaluate import EvalConfig, evaluate_model, read_batches
+from analysis.evaluate import EvalConfig, evaluate_model, read_sets
+from analysis.report.report import ReportConfig, report
 from analysis.restore import describe, in_words, restore
 from analysis.sample import SampleConfig, generate_text
 from training.command_line import flags_of
+from training.log.metrics import in_words as result_in_words
 from training.log.metrics import json_line
 from training.process.environment import enable_compilation_cache, input_errors
 from training.process.start import output_errors
@@ -59,16 +62,15 @@ def check_command(argv: list[str]) -> None:
 
 
 def evaluate(arguments: EvalConfig) -> Record:
-    """Returns the run, step and policy, the mean loss over all tokens, and its perplexity."""
+    """Returns the run, step and policy, and each set's loss, perplexity and bits per byte."""
     enable_compilation_cache()
     restored = restore(arguments)
-    batches = read_batches(arguments, restored)
-    found = describe(arguments, restored) | evaluate_model(restored, batches)
+    sets = read_sets(arguments, restored)
+    found = describe(arguments, restored) | evaluate_model(restored, sets)
     if not arguments.json:
-        show(
-            f"step {found['step']}  policy {in_words(found)}  eval loss {found['eval_loss']:.4f}  "
-            f"perplexity {found['eval_perplexity']:.3f}  over {found['eval_tokens']:,} tokens"
-        )
+        tokens = sum(batch[:, 1:].size for one in sets for batch in one.batches)
+        result = f"{result_in_words(found)}  over {tokens:,} tokens"
+        show(f"step {found['step']}  policy {in_words(found)}  {result}")
     return found
 
 
@@ -77,7 +79,7 @@ def diagnose(arguments: DiagnoseConfig) -> Record:
     enable_compilation_cache()
     check_folder(arguments.out)
     restored = restore(arguments)
-    batches = read_batches(arguments, restored)
+    batches = read_sets(arguments, restored)[0].batches
     found = describe(arguments, restored) | diagnose_model(restored, batches, say=show_progress)
     files = [] if arguments.out is None else write(found, arguments.out)
     if not arguments.json:
@@ -95,9 +97,16 @@ def sample(arguments: SampleConfig) -> Record:
     return found
 
 
+def write_report(arguments: ReportConfig) -> Record:
+    """Writes the report of a run; returns its path, the runs' names, and the number of samples."""
+    enable_compilation_cache()
+    return report(arguments)
+
+
 COMMANDS: dict[str, tuple[Any, Any]] = {
     "compare": (CompareConfig, compare),
     "diagnose": (DiagnoseConfig, diagnose),
+    "report": (ReportConfig, write_report),
     "sample": (SampleConfig, sample),
 }
 """The flags of each command, and the function that runs it. Without a command, a run is evaluated."""

@@ -18,20 +18,25 @@ import sys
 
 from training.command_line import parse
 from training.config import Config
+from training.data.evaluation_sets import Evaluation
 from training.log.health import NonFiniteError
-from training.process.environment import enable_compilation_cache, input_errors
+from training.process.environment import enable_compilation_cache, input_errors, start_jax
 from training.process.failure import telling_others
 from training.process.interruption import RunInterrupted
+from training.process.start import output_errors
 from training.process.together import ProcessError
 from training.run.checkpoints import CheckpointError
+from training.run.forecast import forecast
 from training.run.lock import FolderLostError
 from training.run.run import Run
 from training.step import TrainState
 from training.trainer import Trainer
 
 
-def train(config: Config) -> dict[str, float]:
+def train(config: Config) -> Evaluation:
     """Trains, evaluates and checkpoints; returns the last evaluation, or nothing if there was none to do.
+
+    With `config.plan` it prints a plan and does nothing else.
 
     Raises:
       SystemExit: the configuration cannot be carried out; the message says why.
@@ -42,6 +47,11 @@ def train(config: Config) -> dict[str, float]:
       ProcessError: another process of the run failed.
     """
     enable_compilation_cache()
+    if config.plan:
+        with input_errors(), output_errors():
+            start_jax()
+            print(forecast(config))
+        return {}
     with Run.open(config) as run:  # checks, locks and reads the folder; joins the other processes
         trainer = Trainer(run.plan)
         if run.is_new:
@@ -52,13 +62,13 @@ def train(config: Config) -> dict[str, float]:
         return run.end(take_steps(run, trainer, state, n))
 
 
-def take_steps(run: Run, trainer: Trainer, state: TrainState, n: int) -> dict[str, float]:
+def take_steps(run: Run, trainer: Trainer, state: TrainState, n: int) -> Evaluation:
     """Takes the steps after step n; returns the last evaluation, or an empty dict.
 
     The host counts steps: `state.step` would wait for the device. Metrics are fetched one step late, so a
     NaN in a step raises in the next, with the state as it was before that step.
     """
-    evaluation: dict[str, float] = {}
+    evaluation: Evaluation = {}
     log = run.log
     try:
         if run.owes_evaluation(n):  # killed between its last step and its evaluation

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,14 @@ from analysis.restore import Restored, RunArguments
 from models import decoder
 from mxjax.products.implementations import compiler_options
 from training.config import Config
-from training.data.load import load_data, load_held_out
-from training.data.text import evaluation_batches
+from training.data.evaluation_sets import (
+    Evaluation,
+    EvaluationSet,
+    absolute_eval_data,
+    evaluate_sets,
+    parse_eval_data,
+)
+from training.data.load import Tokens, held_out_tokens, load_data, load_held_out, make_sets
 from training.files import make_absolute
 from training.process.start import program_name
 from training.ranges import COUNT, check_ranges
@@ -29,32 +36,36 @@ class EvalConfig(RunArguments):
 
     data: str | None = None
     """Evaluate on the validation part of this text or dataset PREFIX."""
-    eval_data: str | None = None
-    """Evaluate on all of this text or dataset PREFIX."""
+    eval_data: tuple[str, ...] = ()
+    """Evaluate on all of this text or dataset PREFIX, or of several as NAME=PREFIX NAME=PREFIX ..."""
     batches: int | None = None
     """Number of batches to read."""
     batch_size: int | None = None
     """Sequences a batch, where the run's need too much memory."""
 
     def __post_init__(self):
-        make_absolute(self, "data", "eval_data")
+        make_absolute(self, "data")
+        object.__setattr__(self, "eval_data", absolute_eval_data(self.eval_data))
+        parse_eval_data(self.eval_data)  # refuses what is malformed
         check_ranges(vars(self), {"batches": COUNT, "batch_size": COUNT})
 
 
-def evaluate_model(restored: Restored, batches: list[Batch]) -> dict[str, Any]:
-    """Returns the mean loss over all tokens of the batches, its perplexity, and the number of tokens."""
-    _, model, params, _, phase, implementation = restored
+def evaluate_model(restored: Restored, sets: Sequence[EvaluationSet]) -> Evaluation:
+    """Returns each set's mean loss over all tokens, perplexity, bits per byte, and counts."""
+    _, model, params, _, phase, implementation, documents = restored
 
     def losses(params, batch, key):
         options: dict[str, Any] = {"policies": phase.layers, "key": key, "implementation": implementation}
+        options["documents"] = documents
         return decoder.losses(model, params, batch, **options)
 
     xla_options = compiler_options(phase.layers.policies, implementation)
-    return evaluate(make_eval_step(losses, xla_options), params, batches)
+    eval_step = make_eval_step(losses, xla_options)
+    return evaluate_sets(sets, lambda batches: evaluate(eval_step, params, batches))
 
 
-def read_batches(arguments: EvalConfig, restored: Restored) -> list[Batch]:
-    """Returns the batches to run the model on: without --batches those of the run's own evaluations.
+def read_sets(arguments: EvalConfig, restored: Restored) -> list[EvaluationSet]:
+    """Returns the sets to run the model on: without --batches those of the run's own evaluations.
 
     Raises:
       ValueError: the data is not what the run can be evaluated on.
@@ -65,24 +76,38 @@ def read_batches(arguments: EvalConfig, restored: Restored) -> list[Batch]:
     data, n_sequences = config.data, config.eval_sequences
     if arguments.batches is not None:
         data, n_sequences = dataclasses.replace(data, batch_size=size), None
-    tokens = read_tokens(arguments, config, vocab_size)
-    found = evaluation_batches(tokens, data, n_batches, vocab_size, n_sequences=n_sequences)
-    sequences = np.concatenate(list(found))  # --batch-size regroups the sequences, and changes none
+    tokens, paths = read_tokens(arguments, config, vocab_size)
+    found = make_sets(tokens, data, n_batches, vocab_size, n_sequences, paths)
+    return [one._replace(batches=_regrouped(one.batches, size)) for one in found]
+
+
+def _regrouped(batches: list[Batch], size: int) -> list[Batch]:
+    """Returns the same sequences in batches of `size`."""
+    sequences = np.concatenate(batches)
     return [sequences[i : i + size] for i in range(0, len(sequences), size)]
 
 
-def read_tokens(arguments: EvalConfig, config: Config, vocab_size: int) -> Int[np.ndarray, " tokens"]:
-    """Returns the tokens to evaluate on; a warning says if the run's data has changed since it began."""
-    if arguments.data is not None and arguments.eval_data is not None:
+def read_tokens(
+    arguments: EvalConfig, config: Config, vocab_size: int
+) -> tuple[dict[str, Tokens], list[str]]:
+    """Returns the tokens of each set by name, and where they come from.
+
+    A warning says if the run's data has changed since it began.
+    """
+    if arguments.data is not None and arguments.eval_data:
         raise ValueError(
             "--data evaluates on the validation part and --eval-data on everything: give one of them"
         )
-    for flag, path, whole in (("--data", arguments.data, False), ("--eval-data", arguments.eval_data, True)):
-        if path is not None:
-            check_tokens_of(arguments.run, flag, path)
-            check_tokenizer_of(arguments.run, flag, path)
-            return load_held_out(path, vocab_size, whole, config.data.seq_len)
+    flag, whole = ("--eval-data", True) if arguments.data is None else ("--data", False)
+    paths = parse_eval_data(arguments.eval_data) if arguments.data is None else {"": arguments.data}
+    for path in paths.values():
+        check_tokens_of(arguments.run, flag, path)
+        check_tokenizer_of(arguments.run, flag, path)
+    if paths:
+        seq_len = config.data.seq_len
+        tokens = {name: load_held_out(path, vocab_size, whole, seq_len) for name, path in paths.items()}
+        return tokens, list(paths.values())
     corpus = load_data(config.data, vocab_size)
     if (line := changed_data(arguments.run, corpus.facts)) is not None:
         print(f"{program_name()}: warning: {line}", file=sys.stderr)
-    return corpus.validation
+    return held_out_tokens(config.data, corpus), list(config.data.eval_paths.values())

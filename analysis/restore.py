@@ -13,6 +13,7 @@ import tyro
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.experts import check_policies
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
@@ -22,8 +23,8 @@ from training.log.metrics import evaluations
 from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
 from training.process.environment import start_jax
 from training.process.start import program_name
-from training.run.checkpoints import Checkpoints
-from training.run.record import from_json, model_of, read_run_config
+from training.run.checkpoints import Checkpoints, Weights
+from training.run.record import documents_of_run, from_json, model_of, read_run_config
 from training.step import all_finite
 
 
@@ -46,6 +47,8 @@ class RunArguments:
     """Implementation of the GEMMs. Default: as in the run."""
     step: int | Literal["best"] | None = None
     """Take the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
+    weights: Weights | None = None
+    """ema: the average of the parameters that --ema keeps, instead of them."""
     json: bool = False
     """Print the result as one line of JSON and nothing else."""
 
@@ -62,6 +65,7 @@ class Restored(NamedTuple):
     step: int | None
     phase: Phase
     implementation: Implementation | None
+    documents: Documents | None = None
 
 
 def restore(arguments: RunArguments) -> Restored:
@@ -72,7 +76,7 @@ def restore(arguments: RunArguments) -> Restored:
     """
     start_jax()
     saved = read_run_config(arguments.run)
-    config, model = from_json(saved["config"]), model_of(saved)
+    config, model, documents = from_json(saved["config"]), model_of(saved), documents_of_run(saved)
     implementation = arguments.implementation or config.precision.implementation
     phases = choose_phases(arguments, saved, config, model)
     if (line := left_out(arguments, config)) is not None:
@@ -84,13 +88,13 @@ def restore(arguments: RunArguments) -> Restored:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
-        params = checkpoints.restore_params(decoder.abstract_params(model), step)
+        params = checkpoints.restore_params(decoder.abstract_params(model), step, arguments.weights)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):
         raise ValueError(
             f"the weights of step {step} in {arguments.run} hold NaN or infinity; name an earlier --step"
         )
-    return Restored(config, model, params, step, phase, implementation)
+    return Restored(config, model, params, step, phase, implementation, documents)
 
 
 def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
@@ -103,7 +107,9 @@ def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
         own = _changes(restored.config.precision)
         changes = own | changes | {"layers": (*own.get("layers", ()), *arguments.layers)}
     changes = {name: value for name, value in changes.items() if value}
-    return {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy} | changes
+    weights = {} if arguments.weights is None else {"weights": arguments.weights}
+    found = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
+    return found | weights | changes
 
 
 def in_words(described: Mapping[str, Any]) -> str:

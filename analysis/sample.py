@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from analysis.restore import Restored, RunArguments
 from models.configs import DecoderConfig
-from models.generation import Options, generate
+from models.generation import Options, cache_bytes, generate
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 from training.data.tokenizer import end_of_document, load_tokenizer
@@ -109,7 +109,7 @@ def beyond_training(run: pathlib.Path, restored: Restored, length: int) -> str |
 
 def check_length(model: DecoderConfig, length: int) -> None:
     """Raises ValueError if the keys and values of so many tokens need more memory than the device has."""
-    size, there_is = 4 * model.n_layers * length * model.n_kv_heads * model.head_dim, memory_there_is()
+    size, there_is = cache_bytes(model, length), memory_there_is()
     if size > there_is:
         raise ValueError(
             f"--tokens: keys and values of {length:,} tokens take {gib(size)} GiB and the device has "
@@ -119,7 +119,7 @@ def check_length(model: DecoderConfig, length: int) -> None:
 
 def _tokens(arguments: SampleConfig, restored: Restored, prompt: list[int]):
     """Yields the ids of the tokens that follow the prompt."""
-    options = Options(restored.phase.layers, restored.implementation)
+    options = Options(restored.phase.layers, restored.implementation, documents=restored.documents)
     drawn = generate(
         restored.model,
         options,

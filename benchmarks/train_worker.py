@@ -31,7 +31,8 @@ from mxjax.runtime.tables import table
 from training import sharding as parameter_sharding
 from training.config import DataConfig, OptimizerConfig
 from training.data.load import load_data
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.process.environment import facts
 from training.sharding import check_batch, compiler_options, filled_size, global_batch, make_mesh, resize
 from training.step import ScheduledStep, TrainState, make_train_step
@@ -197,7 +198,8 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
 def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainState, dict[str, float]]:
     """Returns a job's compiled step, which donates its state, the first state, and seconds of compilation."""
     model = get_config(job.model)
-    config = OptimizerConfig(*rate_of(job))
+    rate, warmup = rate_of(job)
+    config = OptimizerConfig(lr=rate, warmup_steps=warmup)
     optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
     policies = decoder.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}

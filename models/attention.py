@@ -1,6 +1,6 @@
 """Causal attention with rotary position embedding: fused where a kernel runs, else in pieces.
 
-cuDNN runs it on NVIDIA GPUs, our kernels run it there with windows or sinks, and on gfx950 without. The
+cuDNN runs it on NVIDIA GPUs; our kernels run it there with documents, windows or sinks, and on gfx950. The
 result is exact; only the order of summation differs. Shapes in names as in `models.decoder`.
 
 Sources: "RoFormer", arXiv 2104.09864; "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; for sinks
@@ -8,6 +8,7 @@ transformers 5.23, modeling_gpt_oss.py.
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from models.configs import DecoderConfig, Yarn
-from mxjax.runtime.devices import current_target
+from models.documents import FirstKey, visible_keys
+from mxjax.runtime.devices import Target, current_target
 from mxjax.runtime.remat import tag_attention
 
 
-def rope_angles(length: int, config: DecoderConfig) -> Float32[Array, "S half"]:
+def rope_angles(position_BS: Int[Array, "B S"], config: DecoderConfig) -> Float32[Array, "B S half"]:
     """Returns the rotation angle of each position and pair of channels, with the configured scaling."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if (s := config.rope_scaling) is not None:
@@ -30,7 +32,7 @@ def rope_angles(length: int, config: DecoderConfig) -> Float32[Array, "S half"]:
     if config.yarn is not None:
         kept = _kept_by_yarn(config.yarn, config.head_dim, config.rope_theta)
         frequency = frequency / config.yarn.factor * (1 - kept) + frequency * kept
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
+    return position_BS.astype(jnp.float32)[..., None] * frequency[None, None]
 
 
 def _kept_by_yarn(yarn: Yarn, head_dim: int, theta: float) -> np.ndarray:
@@ -57,10 +59,10 @@ def rope_factor(config: DecoderConfig) -> float:
 
 
 def apply_rope(
-    x: Float[Array, "B S N H"], angles: Float32[Array, "S half"], factor: float = 1.0
+    x: Float[Array, "B S N H"], angles: Float32[Array, "#B S half"], factor: float = 1.0
 ) -> Float[Array, "B S N H"]:
     """Rotates channels i and i + H/2 by the angle of their position ("rotate half"), times `factor`."""
-    cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    cos, sin = (f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     if factor != 1:
         cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -75,9 +77,8 @@ PIECE = 512
 _CUDNN_HEAD_DIM = 128
 _KERNEL_HEAD_DIMS = (64, 128)
 
-
-Window = Int[Array, ""]
-"""The number of tokens that a query sees, itself included; 0 is all."""
+Kernel = Literal["cudnn", "ours", "xla"]
+"""cuDNN's fused attention; the kernels of `mxjax.kernels.attention`; XLA, long sequences in pieces."""
 
 
 def block_windows(config: DecoderConfig, length: int) -> Int[Array, " L"] | None:
@@ -91,7 +92,7 @@ def causal_attention(
     q_BSNH: Float[Array, "B S N H"],
     k_BSGH: Float[Array, "B S G H"],
     v_BSGH: Float[Array, "B S G H"],
-    window: Window | None = None,
+    first_key_BS: FirstKey | None = None,
     sinks_N: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N H"]:
     """Returns softmax(q @ k.T / sqrt(H)) @ v, where each position sees itself and earlier ones.
@@ -102,79 +103,72 @@ def causal_attention(
 
     Args:
       q_BSNH, k_BSGH, v_BSGH: queries, keys and values.
-      window: hides tokens that are as far away, or farther; None hides none.
+      first_key_BS: the first key that each query sees, from `models.documents.first_keys`; None is 0.
       sinks_N: a logit of each head that joins the softmax of every query, and has no value.
     """
     length = q_BSNH.shape[1]
-    is_plain = window is None and sinks_N is None
-    if is_plain and _cudnn_takes(q_BSNH):
+    is_plain = first_key_BS is None and sinks_N is None
+    kernel = _kernel(q_BSNH, is_plain)
+    if kernel == "cudnn":
         return jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="cudnn")
-    if _kernels_take(q_BSNH, is_plain):
-        from mxjax.kernels.attention.fused import first_keys, fused_attention  # needs Triton
+    if kernel == "ours":
+        from mxjax.kernels.attention.fused import fused_attention  # needs Triton
 
-        first_key = None if window is None else first_keys(window=window, shape=q_BSNH.shape[:2])
+        first_key = None if first_key_BS is None else jnp.broadcast_to(first_key_BS, q_BSNH.shape[:2])
         return fused_attention(q_BSNH, k_BSGH, v_BSGH, first_key=first_key, sinks=sinks_N)
     if not is_plain:
-        return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, window, sinks_N)
+        return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, first_key_BS, sinks_N)
     if length <= LONGEST_WHOLE:
         out = jax.nn.dot_product_attention(q_BSNH, k_BSGH, v_BSGH, is_causal=True, implementation="xla")
         return tag_attention(out)
     return _unfused_attention(q_BSNH, k_BSGH, v_BSGH, None, None)
 
 
-def _unfused_attention(q_BSNH, k_BSGH, v_BSGH, window, sinks_N) -> Float[Array, "B S N H"]:
+def _unfused_attention(q_BSNH, k_BSGH, v_BSGH, first_key_BS, sinks_N) -> Float[Array, "B S N H"]:
     """Returns `causal_attention` through XLA."""
     length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
-        visible_SS = visible_keys(jnp.arange(length), length, window)
-        return tag_attention(attend_visible(q_BSNH, k_BSGH, v_BSGH, visible_SS, sinks_N))
+        position_S = jnp.arange(length)
+        visible_BSS = visible_keys(position_S, position_S, first_key_BS)
+        return tag_attention(attend_visible(q_BSNH, k_BSGH, v_BSGH, visible_BSS, sinks_N))
     quarter = -(-length // (4 * PIECE)) * PIECE
     parts = []
     for start in range(0, length, quarter):
         stop = min(start + quarter, length)
+        first_key_BP = None if first_key_BS is None else first_key_BS[:, start:stop]
         tensors = q_BSNH[:, start:stop], k_BSGH[:, :stop], v_BSGH[:, :stop]
-        parts.append(_attend_part(start, *tensors, window, sinks_N))
+        parts.append(_attend_part(start, *tensors, first_key_BP, sinks_N))
     return tag_attention(jnp.concatenate(parts, axis=1))
-
-
-def visible_keys(
-    position_S: Int[Array, " S"], length: int, window: Window | None = None
-) -> Bool[Array, "S T"]:
-    """Returns which of `length` keys the queries at these positions see."""
-    visible_ST = position_S[:, None] >= jnp.arange(length)[None, :]
-    if window is None:
-        return visible_ST
-    near_ST = position_S[:, None] - jnp.arange(length)[None, :] < window
-    return visible_ST & (near_ST | (window == 0))
 
 
 def attend_visible(
     q_BSNH: Float[Array, "B S N H"],
     k_BTGH: Float[Array, "B T G H"],
     v_BTGH: Float[Array, "B T G H"],
-    visible_ST: Bool[Array, "S T"],
+    visible_BST: Bool[Array, "#B S T"],
     sinks_N: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Returns attention through XLA; each query sees the keys that `visible_ST` names, and the sinks.
+    """Returns attention through XLA; each query sees the keys that `visible_BST` names, and the sinks.
 
     Sinks are one more key and value of zeros, with the sinks as its bias.
     """
+    visible_B1ST = visible_BST[:, None]
     if sinks_N is None:
-        return jax.nn.dot_product_attention(q_BSNH, k_BTGH, v_BTGH, mask=visible_ST, implementation="xla")
+        return jax.nn.dot_product_attention(q_BSNH, k_BTGH, v_BTGH, mask=visible_B1ST, implementation="xla")
     k_BUGH, v_BUGH = (jnp.pad(t, ((0, 0), (0, 1), (0, 0), (0, 0))) for t in (k_BTGH, v_BTGH))
-    visible_SU = jnp.pad(visible_ST, ((0, 0), (0, 1)), constant_values=True)
+    visible_B1SU = jnp.pad(visible_B1ST, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
     bias_1N1U = jnp.pad(sinks_N[None, :, None, None], ((0, 0), (0, 0), (0, 0), (k_BTGH.shape[1], 0)))
-    return jax.nn.dot_product_attention(q_BSNH, k_BUGH, v_BUGH, bias_1N1U, visible_SU, implementation="xla")
+    return jax.nn.dot_product_attention(q_BSNH, k_BUGH, v_BUGH, bias_1N1U, visible_B1SU, implementation="xla")
 
 
 def score_bytes(q_BSNH: jax.ShapeDtypeStruct, is_plain: bool = True) -> int:
     """Returns the bytes in float32 that exist at once of the scores and their gradients.
 
-    0 if a fused kernel takes these queries, with windows or sinks if not `is_plain`. Parts of a single piece
+    0 if a fused kernel takes these queries, with a mask or sinks if not `is_plain`. Parts of a single piece
     are no loop, so XLA computes all of them together, and keeps a third tensor of each.
     """
     B, S, N, _ = q_BSNH.shape
-    if (is_plain and _cudnn_takes(q_BSNH)) or _kernels_take(q_BSNH, is_plain):
+    if _kernel(q_BSNH, is_plain) != "xla":
         return 0
     if S <= LONGEST_WHOLE:
         return 8 * B * N * S * S
@@ -183,41 +177,53 @@ def score_bytes(q_BSNH: jax.ShapeDtypeStruct, is_plain: bool = True) -> int:
     return 12 * B * N * PIECE * sum(min(stop, S) for stop in range(PIECE, S + PIECE, PIECE))
 
 
-def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH, window, sinks_N) -> Float[Array, "B P N H"]:
+def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH, first_key_BP, sinks_N) -> Float[Array, "B P N H"]:
     """Returns the attention of the queries from position `start` on, PIECE queries at a time.
 
     Every piece multiplies all keys of the last piece, and a mask removes the later ones. That is a quarter
     more products than necessary, but one loop with the memory of one piece.
     """
-    B, P, N, H = q_BPNH.shape
+    P, key_T = q_BPNH.shape[1], jnp.arange(k_BTGH.shape[1])
     pieces = -(-P // PIECE)
-    q_BPNH = jnp.pad(q_BPNH, ((0, 0), (0, pieces * PIECE - P), (0, 0), (0, 0)))
-    q_piece = q_BPNH.reshape(B, pieces, PIECE, N, H).swapaxes(0, 1)
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, pieces * PIECE - P), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(x.shape[0], pieces, PIECE, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
     def attend(_, piece):
-        index, q = piece
+        index, q, first_key = piece
         position = start + index * PIECE + jnp.arange(PIECE)
-        visible = visible_keys(position, k_BTGH.shape[1], window)
+        visible = visible_keys(position, key_T, first_key)
         return None, attend_visible(q, k_BTGH, v_BTGH, visible, sinks_N)
 
-    _, out = jax.lax.scan(attend, None, (jnp.arange(pieces), q_piece))
-    return out.swapaxes(0, 1).reshape(B, pieces * PIECE, N, H)[:, :P]
+    first_keys = None if first_key_BP is None else split(first_key_BP)
+    _, out = jax.lax.scan(attend, None, (jnp.arange(pieces), split(q_BPNH), first_keys))
+    return out.swapaxes(0, 1).reshape(q_BPNH.shape[0], pieces * PIECE, *q_BPNH.shape[2:])[:, :P]
 
 
-def _cudnn_takes(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether cuDNN's fused attention runs here and supports these heads and lengths."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= _CUDNN_HEAD_DIM and q.shape[1] % 2 == 0
-    return fits and q.dtype in (jnp.bfloat16, jnp.float16) and on_cuda()
+def kernel_on(
+    target: Target | None, cuda: bool, q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool
+) -> Kernel:
+    """Returns what computes attention of these queries on a device.
+
+    Args:
+      target: the target of Triton kernels there; None where they do not run.
+      cuda: whether it is an NVIDIA GPU.
+      q: queries [B, S, N, H]; their shape and dtype count.
+      is_plain: whether attention has neither a mask besides the causal one nor sinks.
+    """
+    _, length, _, head = q.shape
+    fits_cudnn = head % 8 == 0 and head <= _CUDNN_HEAD_DIM and length % 2 == 0
+    if cuda and is_plain and fits_cudnn and q.dtype in (jnp.bfloat16, jnp.float16):
+        return "cudnn"
+    fits = q.dtype == jnp.bfloat16 and head in _KERNEL_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
+    takes = target is not None and (target.arch == "gfx950" or (target.backend == "cuda" and not is_plain))
+    return "ours" if fits and takes else "xla"
 
 
-def _kernels_take(q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool) -> bool:
-    """Returns whether our kernels run here, on CUDA with windows or sinks, and support these heads."""
-    target = current_target()
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in _KERNEL_HEAD_DIMS and math.prod(q.shape[1:]) < 2**31
-    if target is None or not fits:
-        return False
-    return target.arch == "gfx950" if is_plain else target.backend == "cuda"
+def _kernel(q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool) -> Kernel:
+    return kernel_on(current_target(), on_cuda(), q, is_plain)
 
 
 def on_cuda() -> bool:

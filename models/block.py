@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention import Window, apply_rope, rope_factor
+from models.attention import apply_rope, rope_factor
 from models.configs import DecoderConfig
+from models.documents import FirstKey
 from models.experts import Experts
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients, constrain
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
         self.sinks = zeros(c.n_heads) if c.sinks else None
 
     def __call__(
-        self, x, norm: Norm, rope, gemms: BlockGemms, window: Window | None = None
+        self, x, norm: Norm, rope, gemms: BlockGemms, first_key_BS: FirstKey | None = None
     ) -> Float[Array, "B S D"]:
         """Returns the attention of x after the norm."""
         c = self.config
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
         q_BSNH, k_BSGH = (apply_rope(t, rope, rope_factor(c)) for t in (q_BSNH, k_BSGH))
         sinks_N = None if self.sinks is None else self.sinks[...]
-        out_BSNH = gemms.attend(q_BSNH, k_BSGH, v_BSG1H[..., 0, :], window, sinks_N)
+        out_BSNH = gemms.attend(q_BSNH, k_BSGH, v_BSG1H[..., 0, :], first_key_BS, sinks_N)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
         return _biased(gemms.dot("attention.out", out, out_weight), self.out_bias)
 
@@ -95,8 +96,8 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs) if config.experts is None else Experts(config, rngs)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope, gemms: BlockGemms, window: Window | None = None
+        self, x: Float[Array, "B S D"], rope, gemms: BlockGemms, first_key_BS: FirstKey | None = None
     ) -> Float[Array, "B S D"]:
-        attention = self.attention(x, self.attention_norm.norm, rope, gemms, window)
-        x = constrain(x + attention, "batch", None, None)
-        return constrain(x + self.mlp(x, self.mlp_norm.norm, gemms), "batch", None, None)
+        attention = self.attention(x, self.attention_norm.norm, rope, gemms, first_key_BS)
+        x = constrain(x + attention, "rows", None, None)
+        return constrain(x + self.mlp(x, self.mlp_norm.norm, gemms), "rows", None, None)

@@ -24,18 +24,20 @@ from models import gemms, loss
 from models.attention import block_windows, rope_angles
 from models.block import Block, RMSNorm
 from models.configs import DecoderConfig
+from models.context import cut, join, sequence_parts
+from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
 from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
-from models.sharding import batch_parts, constrain, run_blocks, weight_layout
+from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies, Rules, resolve
 from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
-from mxjax.stats.layers import Measures, Tensors
+from mxjax.stats.layers import Amax, Measures, Tensors
 
 AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -83,7 +85,8 @@ class Decoder(nnx.Module):
     ) -> Float32[Array, "B S V"]:
         """Returns the logits of each next token; arguments as in `hidden`."""
         common: Any = {"policies": policies, "key": key, "implementation": implementation}
-        return self.logits(self.hidden(tokens_BS, **common, **options)[0], **common)
+        logits = self.logits(self.hidden(tokens_BS, **common, **options)[0], **common)
+        return join(logits, len(logits) // len(tokens_BS))
 
     def hidden(
         self,
@@ -94,11 +97,12 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
         unroll: int | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
         """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
-        what the routers did, stacked over blocks.
+        what the routers did, stacked over blocks. The input is in the rows of `models.context`.
 
         Args:
           tokens_BS: token ids.
@@ -112,14 +116,21 @@ class Decoder(nnx.Module):
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
+          documents: what attention keeps apart; None is whole sequences.
         """
-        rope = rope_angles(tokens_BS.shape[1], self.config)
-        x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
+        parts = sequence_parts(mesh_sizes(), *tokens_BS.shape)
         windows = block_windows(self.config, tokens_BS.shape[1])
+        has_mask = windows is not None or parts > 1
+        rope, starts_BS = _positions(self.config, tokens_BS, documents, has_mask)
+        if parts > 1 and starts_BS is not None:
+            starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
+            rope = cut(jnp.broadcast_to(rope, (*tokens_BS.shape, rope.shape[2])), parts)
+            tokens_BS = cut(tokens_BS, parts)
+        x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
         graph, blocks = nnx.split(self.blocks)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            run = functools.partial(_run_block, graph, block_policies, implementation, rope)
+            run = functools.partial(_run_block, graph, block_policies, implementation, rope, starts_BS, parts)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
@@ -128,7 +139,7 @@ class Decoder(nnx.Module):
             stacked = blocks, slots
             here = None if windows is None else windows[start:stop]
             layers = (stacked if whole else _slice(stacked, start, stop)), (keys, here)
-            if turn == stop - start and batch_parts() > 1:
+            if turn == stop - start and row_parts() > 1:
                 x_BSD, head, routing = run_blocks(run, x_BSD, layers, turn, head)
             else:
                 x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
@@ -187,35 +198,43 @@ def losses(
     config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, "B S"]:
     """Returns the cross-entropy of each token but the first, in nats; options as in `Decoder.hidden`."""
-    return token_losses(*_head_and_input(config, params, batch, **options)[0])
+    found = token_losses(*_head_and_input(config, params, batch, **options)[0])
+    return join(found, len(found) // len(batch))
 
 
 def mean_loss(
     config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
-    """Returns the loss to minimize: the mean of `losses`, and `models.experts.auxiliary_loss`.
+    """Returns the loss to minimize: the mean of `losses`, `models.experts.auxiliary_loss` and the z-loss.
 
-    See `models.loss.mean_loss` for how to differentiate it.
+    See `measured_loss` for its arguments, and `models.loss.mean_loss` for how to differentiate it.
     """
     return measured_loss(config, params, batch, **options)[0]
 
 
 class Measured(NamedTuple):
-    """A batch's mean cross-entropy, without other losses, and what its routers did."""
+    """A batch's mean cross-entropy, without other losses, and what its routers did, if there are any."""
 
     cross_entropy: Float32[Array, ""]
-    routing: Routing
+    routing: Routing | None
 
 
 def measured_loss(
-    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
+    config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], *, z_loss: float = 0.0, **options
 ) -> tuple[Float32[Array, ""], Measured | None]:
-    """Returns `mean_loss` and, for a model with experts, its parts."""
-    inputs, routing = _head_and_input(config, params, batch, **options)
-    value: Any = loss.mean_loss(*inputs)
+    """Returns `mean_loss` and, for a model with experts or with a z-loss, its parts.
+
+    `z_loss` is the coefficient of the mean squared logsumexp of the logits.
+    """
+    (head, *inputs), routing = _head_and_input(config, params, batch, **options)
+    value: Any = loss.mean_loss(head._replace(z_loss=z_loss), *inputs)
+    cross_entropy = value
+    if z_loss:
+        value, z = value
+        cross_entropy = jax.lax.stop_gradient(value - z_loss * z)
     if config.experts is None or routing is None:
-        return value, None
-    return value + auxiliary_loss(config.experts, routing), Measured(value, routing)
+        return value, Measured(cross_entropy, None) if z_loss else None
+    return value + auxiliary_loss(config.experts, routing), Measured(cross_entropy, routing)
 
 
 def _head(config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
@@ -228,7 +247,8 @@ def _head_and_input(config, params, batch, *, policies, key=None, implementation
     common: Any = {"policies": policies, "key": key, "implementation": implementation}
     x_BSD, matrix, routing = model.hidden(batch[:, :-1], **common, **options)
     head = _head(config, policies, implementation)
-    return (head, x_BSD, matrix, batch[:, 1:], model.head_key(key)), routing
+    targets_BS = batch[:, 1:].reshape(x_BSD.shape[:2])
+    return (head, x_BSD, matrix, targets_BS, model.head_key(key)), routing
 
 
 @functools.cache
@@ -240,19 +260,32 @@ def graph(config: DecoderConfig) -> nnx.GraphDef:
 def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
     """Returns the tokens' rows of the embedding in dtype.
 
-    On a mesh each device looks up its columns for all tokens of its `fsdp` group, and an all-to-all sends the
+    On a mesh each device looks up its columns for all tokens of its `data` group, and an all-to-all sends the
     rows to their devices. That moves less than gathering the table.
     """
     tokens_BS = constrain(tokens_BS, "data", None)
     x_BSD = constrain(lookup(embedding_VD, tokens_BS).astype(dtype), "data", None, "embed")
-    return constrain(x_BSD, "batch", None, None)
+    return constrain(x_BSD, "rows", None, None)
 
 
-def _run_block(graph, policies, implementation, rope, x_BSD, layer):
+def _positions(config, tokens_BS, documents: Documents | None, has_mask: bool):
+    """Returns the angles of rotation, and the start of each token's document if attention has a mask."""
+    position_1S = jnp.arange(tokens_BS.shape[1])[None]
+    if documents is None:
+        return rope_angles(position_1S, config), jnp.zeros_like(position_1S) if has_mask else None
+    starts_BS = constrain(document_starts(tokens_BS, documents.end), "batch", None)
+    position_BS = position_1S - starts_BS if documents.restart_positions else position_1S
+    return rope_angles(position_BS, config), starts_BS
+
+
+def _run_block(graph, policies, implementation, rope, starts_BS, parts, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
     (weights, slots), (keys, window) = layer
-    of_block = BlockGemms(policies, keys, implementation, slots)
-    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, window)
+    of_block = BlockGemms(policies, keys, implementation, slots, parts)
+    first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
+    if parts > 1 and first_key_BS is not None:
+        first_key_BS = cut(first_key_BS, parts)
+    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, first_key_BS)
     return x_BSD, of_block.routing
 
 

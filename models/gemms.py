@@ -13,8 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import mxjax
-from models.attention import attend_visible, causal_attention, visible_keys
+from models.attention import attend_visible, causal_attention
 from models.configs import DecoderConfig
+from models.context import cut, join
+from models.documents import visible_keys
+from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
@@ -22,7 +25,7 @@ from mxjax.products.fused import fused_mlp, normed_dot
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.keys import fold_each
 from mxjax.runtime.remat import keep_products, tag_product
-from mxjax.stats.layers import Measures, Tensors, probe
+from mxjax.stats.layers import Amax, Measures, Tensors, probe
 
 BLOCK_LAYERS = (
     "attention.qkv",
@@ -74,7 +77,8 @@ def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
 class BlockGemms:
     """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer.
 
-    `keys` [policies] are from `block_keys`. `routing` is set by the block's experts, if it has any.
+    `keys` [policies] are from `block_keys`. `parts` are the rows of a sequence, see `models.context`.
+    `routing` is set by the block's experts, if it has any.
     """
 
     routing: Any = None
@@ -84,12 +88,14 @@ class BlockGemms:
         policies: Mapping[str, Policy],
         keys: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors] | None = None,
+        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
+        parts: int = 1,
     ):
         self.policies = policies
         self.keys = keys
         self.implementation: Implementation | None = implementation
         self.slots = slots
+        self.parts = parts
 
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""
@@ -153,9 +159,9 @@ class BlockGemms:
             implementation=self.implementation,
         )
 
-    def attend(self, q_BSNH, k_BSGH, v_BSGH, window=None, sinks_N=None) -> Float[Array, "B S N H"]:
+    def attend(self, q_BSNH, k_BSGH, v_BSGH, first_key_BS=None, sinks_N=None) -> Float[Array, "B S N H"]:
         """Returns causal attention; see `models.attention.causal_attention`."""
-        return attend(q_BSNH, k_BSGH, v_BSGH, self, None, window, sinks_N)
+        return attend(q_BSNH, k_BSGH, v_BSGH, self, None, first_key_BS, sinks_N)
 
     def _key(self, name: str) -> jax.Array | None:
         return None if self.keys is None else self.keys[list(self.policies).index(name)]
@@ -169,31 +175,37 @@ def block_keys(key: jax.Array | None, start: int, stop: int, layers: int) -> jax
 
 
 def attend(
-    q_BSNH, k_BTGH, v_BTGH, gemms: BlockGemms, visible_ST=None, window=None, sinks_N=None
+    q_BSNH, k_BTGH, v_BTGH, gemms: BlockGemms, visible_BST=None, first_key_BS=None, sinks_N=None
 ) -> Float[Array, "B S N H"]:
     """Returns attention: fused if its GEMMs are not quantized, else through `dot_general`.
 
-    `visible_ST` says which keys each query sees; by default it is causal, within `window`.
+    `visible_BST` says which keys each query sees; by default it is causal, from `first_key_BS` on.
     """
     scores, values = gemms.policies["attention.scores"], gemms.policies["attention.values"]
     if scores == values and scores in _FUSED_ATTENTION:
         dtype = _FUSED_ATTENTION[scores]
         q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BTGH, v_BTGH))
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
-            if visible_ST is None:
-                return causal_attention(q, k, v, window, sinks_N)
-            return attend_visible(q, k, v, visible_ST, sinks_N)
+            if gemms.parts > 1:
+                assert first_key_BS is not None
+                return ring_attention(q, k, v, first_key_BS, sinks_N, gemms.parts)
+            if visible_BST is None:
+                return causal_attention(q, k, v, first_key_BS, sinks_N)
+            return attend_visible(q, k, v, visible_BST, sinks_N)
+    if gemms.parts > 1:
+        assert first_key_BS is not None
+        tensors = q_BSNH, k_BTGH, v_BTGH, first_key_BS
+        q_BSNH, k_BTGH, v_BTGH, first_key_BS = (join(t, gemms.parts) for t in tensors)
     B, S, N, H = q_BSNH.shape
     T, G = k_BTGH.shape[1:3]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)
     scores_BGSRT = gemms.dot_general(
         "attention.scores", q_BSGRH, k_BTGH, (((4,), (3,)), ((0, 2), (0, 2)))
     ) * (H**-0.5)
-    if visible_ST is None and window is None:
-        visible_ST = jnp.tril(jnp.ones((S, T), bool))
-    elif visible_ST is None:
-        visible_ST = visible_keys(jnp.arange(S), T, window)
-    scores_BGSRT = jnp.where(visible_ST[None, None, :, None, :], scores_BGSRT, jnp.finfo(jnp.float32).min)
+    if visible_BST is None:
+        visible_BST = visible_keys(jnp.arange(S), jnp.arange(T), first_key_BS)
+    visible_B1S1T = visible_BST[:, None, :, None, :]
+    scores_BGSRT = jnp.where(visible_B1S1T, scores_BGSRT, jnp.finfo(jnp.float32).min)
     weights_BGSRT = jax.nn.softmax(scores_BGSRT, axis=-1)
     if sinks_N is not None:
         normalizer_BSGR = jax.nn.logsumexp(scores_BGSRT, axis=-1).swapaxes(1, 2)
@@ -201,7 +213,8 @@ def attend(
         weights_BGSRT *= share_BSN.reshape(B, S, G, N // G, 1).swapaxes(1, 2)
     weights_BGSRT = weights_BGSRT.astype(q_BSNH.dtype)
     out_BGSRH = gemms.dot_general("attention.values", weights_BGSRT, v_BTGH, (((4,), (1,)), ((0, 1), (0, 2))))
-    return out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
+    out_BSNH = out_BGSRH.transpose(0, 2, 1, 3, 4).reshape(B, S, N, H).astype(q_BSNH.dtype)
+    return out_BSNH if gemms.parts == 1 else cut(out_BSNH, gemms.parts)
 
 
 def random_matrix(rngs: nnx.Rngs, *shape: int, std: float) -> nnx.Param:

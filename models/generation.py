@@ -1,13 +1,15 @@
 """Generation with a decoder: one token at a time, with the keys and values of earlier ones in a cache.
 
-Shapes in names as in `models.decoder`; T is the length of the cache. A GEMM sees one token instead of a
-sequence, so a policy whose operands share scales between tokens (per-tensor FP8, NVFP4, 2-D blocks of x)
-gives slightly other numbers than without a cache. Policies with scales along d_in alone give the same.
+Shapes in names as in `models.decoder`; T is the length of a block's cache, at most its window. A GEMM sees
+one token instead of a sequence, so a policy whose operands share scales between tokens (per-tensor FP8,
+NVFP4, 2-D blocks of x) gives slightly other numbers than without a cache. Policies with scales along d_in
+alone give the same.
 With one sequence, a policy that splits off the token mean (`averis`) quantizes nothing after the prompt: one
 token is its own mean, which is multiplied in float32.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,48 +20,91 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import decoder
-from models.attention import block_windows, rope_angles, visible_keys
+from models.attention import rope_angles
 from models.configs import DecoderConfig
+from models.documents import Documents, document_starts, first_keys, visible_keys
 from models.gemms import BlockGemms, attend, block_keys
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 
 
 class Options(NamedTuple):
-    """The precision in which a model runs; hashable. See `models.decoder.Decoder.hidden`."""
+    """How a model runs; hashable. See `models.decoder.Decoder.hidden`."""
 
     policies: LayerPolicies
     implementation: Implementation | None = None
     dtype: Any = jnp.bfloat16
+    documents: Documents | None = None
 
 
 class Cache(NamedTuple):
-    """The keys and values of every layer and position; zero where no token has been read."""
+    """What reading tokens leaves for later ones.
 
-    k_LBTGH: Float[Array, "L B T G H"]
-    v_LBTGH: Float[Array, "L B T G H"]
+    Attributes:
+      blocks: the keys and values of consecutive blocks that keep as many tokens, by `cached_tokens`; zero
+        where no token has been read. A token at position p of a block with a window is at p modulo T.
+      start_B: the first position of the document to which the next token belongs.
+    """
+
+    blocks: list[tuple[Float[Array, "l B T G H"], Float[Array, "l B T G H"]]]
+    start_B: Int[Array, " B"]
 
 
 class _CachedGemms(BlockGemms):
     """The GEMMs of one block, with attention to the cache, to which it adds the keys and values it gets."""
 
-    def __init__(self, policies, key, implementation, k_BTGH, v_BTGH, start):
+    def __init__(self, policies, key, implementation, cached, start, is_window):
         super().__init__(policies, key, implementation)
-        self.k_BTGH, self.v_BTGH, self._start = k_BTGH, v_BTGH, start
+        self.cached, self._start, self._is_window = cached, start, is_window
 
-    def attend(self, q_BSNH, k_BSGH, v_BSGH, window=None, sinks_N=None):
-        at = (0, self._start, 0, 0)
-        self.k_BTGH = jax.lax.dynamic_update_slice(self.k_BTGH, k_BSGH, at)
-        self.v_BTGH = jax.lax.dynamic_update_slice(self.v_BTGH, v_BSGH, at)
-        position_S = self._start + jnp.arange(q_BSNH.shape[1])
-        visible_ST = visible_keys(position_S, self.k_BTGH.shape[1], window)
-        return attend(q_BSNH, self.k_BTGH, self.v_BTGH, self, visible_ST, sinks_N=sinks_N)
+    def attend(self, q_BSNH, k_BSGH, v_BSGH, first_key_BS=None, sinks_N=None):
+        S, T = q_BSNH.shape[1], self.cached[0].shape[1]
+        position_S = self._start + jnp.arange(S)
+        if self._is_window and S > 1:  # new tokens replace some that the first of them see
+            key_U = jnp.concatenate([_positions_before(self._start, T), position_S])
+            both = zip(self.cached, (k_BSGH, v_BSGH), strict=True)
+            k_BUGH, v_BUGH = (jnp.concatenate(parts, axis=1) for parts in both)
+            visible_BSU = visible_keys(position_S, key_U, first_key_BS)
+            last_T = slice(max(S - T, 0), None)
+            self.cached = tuple(
+                old.at[:, position_S[last_T] % T].set(new[:, last_T])
+                for old, new in zip(self.cached, (k_BSGH, v_BSGH), strict=True)
+            )
+            return attend(q_BSNH, k_BUGH, v_BUGH, self, visible_BSU, sinks_N=sinks_N)
+        at = (0, self._start % T if self._is_window else self._start, 0, 0)
+        self.cached = tuple(
+            jax.lax.dynamic_update_slice(old, new, at)
+            for old, new in zip(self.cached, (k_BSGH, v_BSGH), strict=True)
+        )
+        key_T = _positions_before(self._start + 1, T) if self._is_window else jnp.arange(T)
+        visible_BST = visible_keys(position_S, key_T, first_key_BS)
+        k_BTGH, v_BTGH = self.cached
+        return attend(q_BSNH, k_BTGH, v_BTGH, self, visible_BST, sinks_N=sinks_N)
+
+
+def _positions_before(stop, T: int) -> Int[Array, " T"]:
+    """Returns the position of each token of a window's cache after `stop` tokens; negative without one."""
+    return stop - 1 - (stop - 1 - jnp.arange(T)) % T
+
+
+def cached_tokens(config: DecoderConfig, length: int) -> list[int]:
+    """Returns how many of `length` tokens each block keeps keys and values of: a window's at most."""
+    return [min(window or length, length) for window in config.windows or (0,) * config.n_layers]
+
+
+def cache_bytes(config: DecoderConfig, length: int) -> int:
+    """Returns the bytes of the keys and values of a sequence in bfloat16."""
+    return 4 * sum(cached_tokens(config, length)) * config.n_kv_heads * config.head_dim
 
 
 def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> Cache:
     """Returns a cache for `length` tokens of each sequence."""
-    shape = (config.n_layers, batch, length, config.n_kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def empty(blocks: int, tokens: int) -> Array:
+        return jnp.zeros((blocks, batch, tokens, config.n_kv_heads, config.head_dim), dtype)
+
+    alike = [(len([*group]), T) for T, group in itertools.groupby(cached_tokens(config, length))]
+    return Cache([(empty(n, T), empty(n, T)) for n, T in alike], jnp.zeros(batch, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -76,32 +121,63 @@ def read(
 
     Args:
       config, params: the model.
-      options: its precision.
+      options: how it runs.
       tokens_BS: token ids.
       cache: holds the `start` tokens before, and has room for these.
       start: position of the first of the tokens.
       key: random bits for policies that draw any; each call needs its own.
     """
     model = nnx.merge(decoder.graph(config), params)
-    angles = rope_angles(cache.k_LBTGH.shape[2], config)
-    rope = jax.lax.dynamic_slice_in_dim(angles, start, tokens_BS.shape[1])
+    position_BS, starts_BS, start_B = _positions(tokens_BS, options.documents, cache.start_B, start)
+    rope = rope_angles(position_BS, config)
     graph, blocks = nnx.split(model.blocks)
-    windows = block_windows(config, cache.k_LBTGH.shape[2])
-    x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), list[Cache]()
-    for first, stop, policies in decoder.runs(options.policies, config.n_layers):
+    x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), [[] for _ in cache.blocks]
+    for group, first, begin, end, policies in _runs(config, options.policies, cache):
+        T = cache.blocks[group][0].shape[2]
+        is_window = bool(config.windows) and config.windows[first] == T
+        has_mask = is_window or options.documents is not None
+        first_key_BS = first_keys(starts_BS, T if is_window else None, start) if has_mask else None
 
-        def run(x_BSD, layer, policies=policies):
-            keys, (weights, k, v, window) = layer
-            gemms = _CachedGemms(policies, keys, options.implementation, k, v, start)
-            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, window)
-            return x_BSD, Cache(gemms.k_BTGH, gemms.v_BTGH)
+        def run(x_BSD, layer, policies=policies, is_window=is_window, first_key_BS=first_key_BS):
+            keys, weights, cached = layer
+            gemms = _CachedGemms(policies, keys, options.implementation, cached, start, is_window)
+            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, first_key_BS)
+            return x_BSD, gemms.cached
 
-        here = jax.tree.map(lambda a, first=first, stop=stop: a[first:stop], (blocks, *cache, windows))
-        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, first, stop, len(policies)), here))
-        parts.append(part)
+        weights = jax.tree.map(lambda a, i=begin, j=end: a[i:j], blocks)
+        cached = jax.tree.map(lambda a, i=begin - first, j=end - first: a[i:j], cache.blocks[group])
+        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, begin, end, len(policies)), weights, cached))
+        parts[group].append(part)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
     logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)
-    return logits_B1V[:, 0], jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    kept = [jax.tree.map(lambda *a: jnp.concatenate(a), *of_group) for of_group in parts]
+    return logits_B1V[:, 0], Cache(kept, start_B)
+
+
+def _runs(
+    config: DecoderConfig, policies: LayerPolicies, cache: Cache
+) -> Iterator[tuple[int, int, int, int, Any]]:
+    """Yields consecutive blocks that are alike in their policies and in what they keep.
+
+    As (index in `cache.blocks`, the first block there, first block, end, policies by layer).
+    """
+    first = 0
+    for group, (k_lBTGH, _) in enumerate(cache.blocks):
+        stop = first + len(k_lBTGH)
+        for begin, end, of_run in decoder.runs(policies, config.n_layers):
+            if max(first, begin) < min(stop, end):
+                yield group, first, max(first, begin), min(stop, end), of_run
+        first = stop
+
+
+def _positions(tokens_BS, documents: Documents | None, start_B, start):
+    """Returns the tokens' positions for RoPE, the starts of their documents, and that of the next token."""
+    position_BS = start + jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
+    if documents is None:
+        return position_BS, jnp.zeros_like(position_BS), start_B
+    starts_BS = document_starts(tokens_BS, documents.end, start_B, start)
+    start_B = jnp.where(tokens_BS[:, -1] == documents.end, position_BS[:, -1] + 1, starts_BS[:, -1])
+    return position_BS - starts_BS if documents.restart_positions else position_BS, starts_BS, start_B
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -147,7 +223,7 @@ def generate(
 
     Args:
       config, params: the model.
-      options: its precision.
+      options: how it runs.
       prompt_BS: at least one token.
       count: tokens to generate.
       key: draws the tokens, and the policy's random bits.

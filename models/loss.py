@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from models.sharding import batch_parts, constrain, gather, is_data_parallel, spec, sum_over_batch
+from models.sharding import constrain, gather, is_data_parallel, row_parts, spec, sum_over_rows
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.mesh import Layout, as_stored
@@ -26,7 +26,7 @@ class Head(NamedTuple):
     """The policy, implementation and weight layout of the head's GEMM, and its vocabulary; hashable.
 
     Columns of the weight beyond `vocab_size` are filler, whose logits are minus infinity. None has none. If
-    `tied`, the weight is the transposed embedding.
+    `tied`, the weight is the transposed embedding. `z_loss` is the coefficient of the z-loss in training.
     """
 
     policy: Policy
@@ -34,6 +34,7 @@ class Head(NamedTuple):
     layout: Layout | None = None
     vocab_size: int | None = None
     tied: bool = False
+    z_loss: float = 0.0
 
     def logits(self, x: Float[Array, "*B D"], w_DV: Float[Array, "D V"], key) -> Float32[Array, "*B V"]:
         """Returns x @ w_DV."""
@@ -46,7 +47,7 @@ class Head(NamedTuple):
             preferred_element_type=jnp.float32,
             layout=self.layout,
         )
-        logits = constrain(logits, "batch", *(None for _ in logits.shape[2:]), "vocab")
+        logits = constrain(logits, "rows", *(None for _ in logits.shape[2:]), "vocab")
         if self.vocab_size in (None, w_DV.shape[1]):
             return logits
         token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -91,6 +92,33 @@ def _cross_entropy_bwd(residuals, g):
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
+@jax.custom_vjp
+def cross_entropy_and_z(
+    logits: Float32[Array, "*shape V"], targets: Int[Array, "*shape"]
+) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
+    """Returns `cross_entropy` and logsumexp(logits)**2, whose gradient the same pass has.
+
+    Source: PaLM, arXiv 2204.02311, section 5.
+    """
+    return _cross_entropy_and_z_fwd(logits, targets)[0]
+
+
+def _cross_entropy_and_z_fwd(logits, targets):
+    losses, residuals = _cross_entropy_fwd(logits, targets)
+    return (losses, residuals[2] ** 2), residuals
+
+
+def _cross_entropy_and_z_bwd(residuals, gradients):
+    logits, targets, normalizer = residuals
+    of_loss, of_z = gradients
+    token = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    rest = (of_loss + 2 * of_z * normalizer)[..., None] * jnp.exp(logits - normalizer[..., None])
+    return jnp.where(token == targets[..., None], rest - of_loss[..., None], rest), None
+
+
+cross_entropy_and_z.defvjp(_cross_entropy_and_z_fwd, _cross_entropy_and_z_bwd)
+
+
 def token_losses(
     head: Head,
     x_BSD: Float[Array, "B S D"],
@@ -117,12 +145,17 @@ def mean_loss(
     w_DV: Float[Array, "D V"],
     targets_BS: Int[Array, "B S"],
     key: jax.Array | None,
-) -> Float32[Array, ""]:
+) -> Float32[Array, "*parts"]:
     """Returns the mean cross-entropy of all tokens, in nats.
+
+    With the head's z-loss two numbers: the mean of the sum of both, and that of logsumexp(logits)**2 alone,
+    which has no gradient of its own.
 
     Differentiate it: the forward pass computes the gradients while a piece's logits exist, and the backward
     pass multiplies them by the gradient of the result. So no logits are computed twice.
     """
+    if head.z_loss:
+        return _mean_loss_fwd(head, x_BSD, w_DV, targets_BS, key)[0]
     return jnp.mean(token_losses(head, x_BSD, w_DV, targets_BS, key))
 
 
@@ -149,11 +182,21 @@ def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
         def weighted(x, w_DV):
             return jnp.sum(weight * is_token * head.losses(x, w_DV, targets, _fold(key, index)))
 
-        loss, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(x, rounded.astype(w_DV.dtype))
+        def with_z(x, w_DV):
+            logits = head.logits(x, w_DV, _fold(key, index))
+            loss, z = (jnp.sum(weight * is_token * a) for a in cross_entropy_and_z(logits, targets))
+            return loss + head.z_loss * z, z
+
+        value_and_grad = functools.partial(jax.value_and_grad, argnums=(0, 1))
+        if head.z_loss:
+            found, gradients = value_and_grad(with_z, has_aux=True)(x, rounded.astype(w_DV.dtype))
+            loss = jnp.stack(found)
+        else:
+            loss, gradients = value_and_grad(weighted)(x, rounded.astype(w_DV.dtype))
         return total + as_summed(gradients[1]), (loss, gradients[0])
 
     total, (losses, dx) = jax.lax.scan(next_piece, as_summed(zero), _pieces(x_BSD, targets_BS))
-    return jnp.sum(losses), _whole(dx, targets_BS.shape[1]), as_summed(total)
+    return jnp.sum(losses, axis=0), _whole(dx, targets_BS.shape[1]), as_summed(total)
 
 
 def _by_device(head: Head, weight: float, x_BSD, w_DV, targets_BS, key):
@@ -163,20 +206,20 @@ def _by_device(head: Head, weight: float, x_BSD, w_DV, targets_BS, key):
         w_DV = gather(w_DV.astype(jnp.bfloat16), "embed", axis=0).astype(w_DV.dtype)
         alone = head._replace(layout=None)
         loss, dx, dw = _over_pieces(alone, weight, x_BSD, w_DV, targets_BS, key, jnp.zeros_like(w_DV))
-        return sum_over_batch(loss), dx, sum_over_batch(dw, scattered="embed", axis=0)
+        return sum_over_rows(loss), dx, sum_over_rows(dw, scattered="embed", axis=0)
 
-    batch, stored = spec(("batch",)), spec(("embed", None))
+    rows, stored = spec(("rows",)), spec(("embed", None))
     run = jax.shard_map(
         of_device,
-        in_specs=(batch, stored, batch, spec(())),
-        out_specs=(spec(()), batch, stored),
+        in_specs=(rows, stored, rows, spec(())),
+        out_specs=(spec(()), rows, stored),
         check_vma=False,
     )
     return run(x_BSD, w_DV, targets_BS, key)
 
 
 def _mean_loss_bwd(head: Head, gradients, dy):
-    del head
+    dy = dy[0] if head.z_loss else dy
     dx_BSD, dw_DV = gradients
     return dx_BSD * dy.astype(dx_BSD.dtype), dw_DV * dy.astype(dw_DV.dtype), None, None
 
@@ -191,13 +234,13 @@ def _pieces(x_BSD, targets_BS):
     with zeros.
     """
     B, S = targets_BS.shape
-    length = -(-S // min(-(-B * S // (LOSS_TOKENS * batch_parts())), S))
+    length = -(-S // min(-(-B * S // (LOSS_TOKENS * row_parts())), S))
     pieces = -(-S // length)
 
     def split(a):
         a = jnp.pad(a, ((0, 0), (0, pieces * length - S), *((0, 0),) * (a.ndim - 2)))
         a = a.reshape(B, pieces, length, *a.shape[2:]).swapaxes(0, 1)
-        return constrain(a, None, "batch", *(None for _ in a.shape[2:]))
+        return constrain(a, None, "rows", *(None for _ in a.shape[2:]))
 
     return jnp.arange(pieces), split(x_BSD), split(targets_BS), split(jnp.ones((B, S), jnp.float32))
 

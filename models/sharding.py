@@ -1,8 +1,9 @@
 """Sharding of arrays on a mesh: rules from logical axes to mesh axes, constraints, weight layouts.
 
-`data` and `fsdp` shard a batch; `fsdp` and `tensor` shard parameters, gradients and optimizer state. Models
-name the logical axes of their results; XLA's partitioner decides the rest. On one device, or without
-`jax.set_mesh`, nothing here changes a program.
+`data` and `fsdp` shard a batch, `context` its sequences (`models.context`); `fsdp`, `context` and `tensor`
+shard parameters, gradients and optimizer state. Models name the logical axes of their results; XLA's
+partitioner decides the rest. On one device, or without `jax.set_mesh`, nothing here changes a program. Below,
+fsdp means fsdp and context together.
 
 The partitioned program of a step (read on 8 virtual devices; `tests/training/test_mesh.py` checks it):
   - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for Fprop and
@@ -39,14 +40,15 @@ from jax.sharding import PartitionSpec
 
 from mxjax.runtime.mesh import Layout
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 """The axes of every mesh, slowest first: the devices of a `tensor` group are neighbours."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
     {
         "batch": ("data", "fsdp"),
+        "rows": ("data", "fsdp", "context"),
         "data": "data",
-        "embed": "fsdp",
+        "embed": ("fsdp", "context"),
         "experts": None,
         "heads": "tensor",
         "mlp": "tensor",
@@ -55,7 +57,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
         "norm": None,
     }
 )
-"""The mesh axes that shard each logical axis."""
+"""The mesh axes that shard each logical axis. Rows are sequences, or parts of one with `context`."""
 
 LogicalAxes = Sequence[str | None]
 
@@ -72,13 +74,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def weight_layout(axes: LogicalAxes) -> Layout | None:
     """Returns the layout of a weight matrix for `mxjax.dot` on the current mesh: gathered over fsdp."""
-    whole = [None if RULES[axis or "layers"] == "fsdp" else axis for axis in axes]
+    whole = [None if axis == "embed" else axis for axis in axes]
     return Layout(spec(axes), spec(whole), is_data_parallel()) if _is_sharded() else None
 
 
 def is_data_parallel() -> bool:
-    """Returns whether the current mesh shards batches, and weights over `fsdp` at most."""
-    return _is_sharded() and jax.sharding.get_abstract_mesh().shape["tensor"] == 1
+    """Returns whether the current mesh shards tokens, and weights over `fsdp` and `context` at most."""
+    return _is_sharded() and mesh_sizes()["tensor"] == 1
 
 
 def gather(x: jax.Array, logical: str, axis: int) -> jax.Array:
@@ -86,26 +88,37 @@ def gather(x: jax.Array, logical: str, axis: int) -> jax.Array:
     return jax.lax.all_gather(x, RULES[logical], axis=axis, tiled=True)
 
 
-def sum_over_batch(x: jax.Array, scattered: str | None = None, axis: int = 0) -> jax.Array:
-    """Returns the sum over all parts of a batch, inside `jax.shard_map`.
+def sum_over_rows(x: jax.Array, scattered: str | None = None, axis: int = 0) -> jax.Array:
+    """Returns the sum over the devices that share the tokens, inside `jax.shard_map`.
 
     If `scattered` names a logical axis, each device gets its shard of the sum along `axis`.
     """
-    rest = tuple(RULES["batch"] or ())
+    rest = tuple(RULES["rows"] or ())
     if scattered is not None:
         x = jax.lax.psum_scatter(x, RULES[scattered], scatter_dimension=axis, tiled=True)
-        rest = tuple(name for name in rest if name != RULES[scattered])
+        rest = tuple(name for name in rest if name not in (RULES[scattered] or ()))
     return jax.lax.psum(x, rest)
 
 
-def batch_parts() -> int:
-    """Returns the number of parts of a batch on the current mesh."""
-    return batch_parts_of(jax.sharding.get_abstract_mesh().shape) if _is_sharded() else 1
+def mesh_sizes() -> Mapping[str, int]:
+    """Returns the size of each axis of the current mesh; 1 without."""
+    return jax.sharding.get_abstract_mesh().shape if _is_sharded() else dict.fromkeys(AXES, 1)
+
+
+def row_parts() -> int:
+    """Returns among how many devices the current mesh shares the tokens of a batch."""
+    return parts_of(mesh_sizes(), "rows")
 
 
 def batch_parts_of(sizes: Mapping[str, int]) -> int:
     """Returns the number of parts of a batch on a mesh of these sizes."""
-    return math.prod(sizes[axis] for axis in RULES["batch"] or ())
+    return parts_of(sizes, "batch")
+
+
+def parts_of(sizes: Mapping[str, int], logical: str) -> int:
+    """Returns the number of parts of a logical axis on a mesh of these sizes."""
+    names = RULES[logical] or ()
+    return math.prod(sizes[axis] for axis in ((names,) if isinstance(names, str) else names))
 
 
 def _is_sharded() -> bool:
@@ -115,7 +128,7 @@ def _is_sharded() -> bool:
 
 def after_gradients[T](x: jax.Array, weights: T) -> tuple[jax.Array, T]:
     """Returns both. On a mesh the gradient of x is used only after those of the weights are summed."""
-    return _tied(x, weights) if batch_parts() > 1 else (x, weights)
+    return _tied(x, weights) if row_parts() > 1 else (x, weights)
 
 
 @jax.custom_vjp

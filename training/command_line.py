@@ -25,14 +25,15 @@ import tyro
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig
 from training.files import absolute_path
+from training.flag_names import suggestion
 from training.process.start import output_errors, program_name
 
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
 _CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
 _DATA = {"data", "eval_data"}  # fields that name data, which a user may take for lists
-_UNKNOWN = re.compile("Unrecognized options: .*--[\\w-]+=")
-_STRAY = re.compile("Unrecognized options: ([^-\\s]\\S*)")
+_UNKNOWN = "Unrecognized options: "
+_STRAY = re.compile(f"{_UNKNOWN}([^-\\s]\\S*)")
 _SUGGESTION = "; did you mean "
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -81,8 +82,10 @@ def flags[T](
         if error.code != 2:
             raise
     message = in_one_line(errors.getvalue())
-    if _UNKNOWN.match(message) and _SUGGESTION not in message:
-        message += _suggestion(parse, words, message)
+    if message.startswith((_UNKNOWN, "Missing from")):
+        message = message.partition(_SUGGESTION)[0]  # tyro compares values too, as of --polcy=bf16
+        refused = message.removeprefix(_UNKNOWN).split(", ")
+        message += suggestion(words, refused, _all_flags(parse, words))
     if found := _STRAY.fullmatch(message):
         message += _without_value(words, found[1])
     raise refusal(message, program or program_name())
@@ -114,22 +117,15 @@ def _texts(cls: type[Any]) -> dict[str, str]:
     return found
 
 
-def _suggestion(parse: Callable[[list[str]], object], words: list[str], message: str) -> str:
-    """Returns tyro's suggestion for the unknown flags of a message, such as --polcy=bf16.
-
-    tyro compares all of it with the names of flags, value included, so it parses once more without the value.
-    A flag that is right without one, as --help is, is the suggestion itself.
-    """
-    unknown = set(re.findall(r"(--[\w-]+)=", message))
-    names = [word.partition("=")[0] for word in words]
-    alone = [name if name in unknown else word for name, word in zip(names, words, strict=True)]
-    errors, help_of_all = io.StringIO(), contextlib.redirect_stdout(io.StringIO())
-    with contextlib.redirect_stderr(errors), help_of_all, contextlib.suppress(SystemExit):
-        parse(alone)
-    if not errors.getvalue():
-        return f"{_SUGGESTION}{' or '.join(sorted(unknown))}?"
-    _, suggests, similar = in_one_line(errors.getvalue()).partition(_SUGGESTION)
-    return suggests + similar
+def _all_flags(parse: Callable[[list[str]], object], words: list[str]) -> set[str]:
+    """Returns the flags in the help of the command that the words before the first flag name."""
+    command = itertools.takewhile(lambda word: not word.startswith("-"), words)
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        parse([*command, "--help"])
+    lines = (_BORDER.sub("", line).strip() for line in _COLOR.sub("", text.getvalue()).splitlines())
+    return {
+        flag for line in lines if line.startswith("-") for flag in re.findall(r"(?:^|, )(--[\w-]+)", line)
+    }
 
 
 def _without_value(words: Sequence[str], stray: str) -> str:
@@ -216,7 +212,12 @@ def mlperf_llama31_8b(batch_size: int = 32) -> Config:
     return Config(
         preset="mlperf-llama3.1-8b",
         model="llama3.1-8b",
-        data=DataConfig(vocab_size=mlperf.VOCAB_SIZE, batch_size=batch_size, seq_len=mlperf.SEQ_LEN),
+        data=DataConfig(
+            vocab_size=mlperf.VOCAB_SIZE,
+            batch_size=batch_size,
+            seq_len=mlperf.SEQ_LEN,
+            document_mask="off",  # as the reference's reset_attention_mask
+        ),
         optimizer=OptimizerConfig(
             lr=published.lr, warmup_steps=round(published.warmup_sequences / batch_size)
         ),
@@ -239,8 +240,8 @@ PRESETS: Mapping[str, Callable[[int], Config]] = types.MappingProxyType(
 def parse(argv: list[str] | None = None) -> Config:
     """Returns the configuration on the command line; exits with help or an error, as tyro does.
 
-    A preset is built for the batch size first, or the run to resume is read. Every other flag then replaces
-    one of its values.
+    A preset is built for the batch size first, or the run to resume or to branch is read. Every other flag
+    then replaces one of its values.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -248,14 +249,18 @@ def parse(argv: list[str] | None = None) -> Config:
     first.add_argument("--batch-size", "--batch_size", type=int, default=32)
     first.add_argument("--resume", action="store_true")
     first.add_argument("--out", type=absolute_path)
+    first.add_argument("--branch", type=absolute_path)
+    first.add_argument("--decay", type=int)
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
         if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
             # The devices may be others than those at the beginning.
-            default = dataclasses.replace(begun, stop_after=None, mesh=None, distributed=False)
+            default = dataclasses.replace(begun, stop_after=None, mesh=None, devices=None, distributed=False)
             if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
                 default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
+        elif known.branch and not known.resume:
+            default = _branch_of(known.branch, known.decay)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
@@ -267,10 +272,16 @@ def _begun_run(folder: pathlib.Path) -> Config | None:
     return begun_run(folder)
 
 
+def _branch_of(path: pathlib.Path, decay: int | None) -> Config:
+    from training.run.resume import branch_defaults
+
+    return branch_defaults(path, None if decay is None or decay < 1 else decay)  # tyro reports errors better
+
+
 def check_flags() -> None:
-    """Ends the program if its flags are wrong, unless they replace those of a run to resume.
+    """Ends the program if its flags are wrong, unless they replace those of a run to resume or to branch.
 
     With --distributed the other processes must be told, which takes the modules that are not imported yet.
     """
-    if not {"--resume", "--distributed"} & set(sys.argv):
+    if not {"--resume", "--distributed", "--branch"} & {word.partition("=")[0] for word in sys.argv}:
         parse()

@@ -19,31 +19,18 @@ from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
+from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
+from training.optimizer.config import RANGES as OPTIMIZER_RANGES
+from training.optimizer.config import OptimizerConfig, check_schedule
 from training.policy_source import label, load_policy
-from training.ranges import (
-    COUNT,
-    DECAY,
-    FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_OR_INF,
-    SEED,
-    Range,
-    check_ranges,
-)
+from training.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
-    {
-        "lr": POSITIVE,
-        "warmup_steps": Range("at least 0 and less than 2**31 - 1", lambda n: 0 <= n < 2**31 - 1),
-        "min_lr_ratio": Range("from 0 to 1", lambda x: 0 <= x <= 1),
-        "b1": DECAY,
-        "b2": DECAY,
-        "eps": NOT_NEGATIVE,
-        "weight_decay": NOT_NEGATIVE,
-        "clip": POSITIVE_OR_INF,
+    dict(OPTIMIZER_RANGES)
+    | {
         "seed": SEED,
+        "devices": at_most(1024),
         "target_loss": FINITE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
@@ -88,36 +75,15 @@ def _is_number(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW as in MLPerf Training's llama31_8b, with its linear warm-up and cosine decay."""
-
-    lr: float = 4e-3
-    """Peak learning rate."""
-    warmup_steps: int = 30
-    """Steps of linear warm-up."""
-    min_lr_ratio: float = 0.1
-    """Final learning rate as a fraction of the peak."""
-    b1: float = 0.9
-    """Decay of the first moment."""
-    b2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-5
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay; norms have none."""
-    clip: float = 1.0
-    """Clip gradients to this global norm; inf does not clip."""
-
-
-@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """The training data. Batches are a function of the seed and the step alone."""
 
     data: tuple[str, ...] = ()
     """A text file or a folder of text files, read as bytes; or tokenized datasets: PREFIX, PREFIX PREFIX ...
     (mixed by size) or WEIGHT PREFIX WEIGHT PREFIX ... Default: the source of Python's standard library."""
-    eval_data: str | None = None
-    """Text or dataset PREFIX to evaluate on. Default: 5 % of --data, which training does not read."""
+    eval_data: tuple[str, ...] = ()
+    """Text or dataset PREFIX to evaluate on, or several as NAME=PREFIX NAME=PREFIX ...; the loss of the first
+    decides --target-loss and the best checkpoint. Default: 5 % of --data, which training does not read."""
     vocab_size: int | None = None
     """Vocabulary of the model. Default: that of PREFIX.tokenizer.json, or else the model's own; 257 for
     text."""
@@ -125,14 +91,26 @@ class DataConfig:
     """Sequences a step."""
     seq_len: int = 128
     """Tokens a sequence."""
+    document_mask: Literal["on", "off"] | None = None
+    """on: attention stays within a document; off: it sees all earlier tokens of a sequence. Default: on where
+    a token ends each document, as in text and with --append-eod."""
+    restart_positions: bool = False
+    """Count positions from the start of each document, not of the sequence. Needs the mask."""
 
     def __post_init__(self):
-        _make_tuples(self, "data")
-        make_absolute(self, "eval_data")
+        _make_tuples(self, "data", "eval_data")
+        object.__setattr__(self, "eval_data", absolute_eval_data(self.eval_data))
+        if self.restart_positions and self.document_mask == "off":
+            raise ValueError("--restart-positions counts within documents: leave out --document-mask off")
         several = len(self.data) > 1  # one alone is no weight
         kept = (not text or (several and _is_number(text)) for text in self.data)
         named = (t if keep else str(absolute_path(t)) for t, keep in zip(self.data, kept, strict=True))
         object.__setattr__(self, "data", tuple(named))
+
+    @property
+    def eval_paths(self) -> dict[str, str]:
+        """The paths of --eval-data by name, the name of the only one perhaps empty; none without the flag."""
+        return parse_eval_data(self.eval_data)
 
     @property
     def tokens_a_step(self) -> int:
@@ -253,7 +231,9 @@ class Config:
     """Defaults for all other flags: MLPerf Training's llama31_8b at --batch-size sequences a step."""
     precision: Annotated[PrecisionConfig, tyro.conf.arg(name="")] = PrecisionConfig()
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()
-    optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = OptimizerConfig()
+    optimizer: Annotated[OptimizerConfig, tyro.conf.arg(name="")] = dataclasses.field(
+        default_factory=OptimizerConfig
+    )
     mlperf: Annotated[MLPerfConfig, tyro.conf.arg(name="")] = MLPerfConfig()
     observe: Annotated[ObserveConfig, tyro.conf.arg(name="")] = ObserveConfig()
     model: str = "tiny"
@@ -263,9 +243,15 @@ class Config:
     DecoderConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
+    branch: pathlib.Path | None = None
+    """Go on from the state of another run in a new --out, with its flags: RUN, or RUN/checkpoints/STEP. With
+    --decay N the learning rate falls over the next N steps, the last ones; --steps makes them more. It must
+    have been the same so far, as with --schedule constant and before a decay."""
     mesh: str | None = None
-    """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, fsdp and tensor the
-    parameters. A missing axis is 1. Default: fsdp over all devices."""
+    """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, context its sequences,
+    and fsdp, context and tensor the parameters. A missing axis is 1. Default: fsdp over all devices."""
+    devices: int | None = None
+    """Virtual devices to make of a CPU, to try a mesh without GPUs. Default: the devices that there are."""
     distributed: bool = False
     """Train together with other processes that have the same flags and --out. JAX finds the processes of a
     Slurm, Open MPI or Kubernetes job; elsewhere set JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
@@ -286,6 +272,9 @@ class Config:
     """Folder of the run. Default: runs/MODEL-POLICY-TIME."""
     resume: bool = False
     """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
+    plan: bool = False
+    """Print the memory of a step, whether it fits, and else what to change; train and write nothing. --mesh
+    may have more devices than there are."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100
@@ -303,9 +292,10 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """End the run at a loss, gradient or update that is NaN or infinite, or skip that step; ten skipped steps
     in a row end the run. Either way the evidence is saved."""
-    spike_factor: float = 2.0
+    spike_factor: float | None = None
     """Report losses above this multiple of the median of the last 100, also in spikes.jsonl; inf reports
-    none."""
+    none. Default: report a loss or gradient norm 6 deviations above its median, if that is 3 % above for the
+    loss and twice as much for the norm."""
     log_every: int = 10
     """Steps between printed lines. metrics.jsonl gets every step."""
     policy: dataclasses.InitVar[tyro.conf.Suppress[str | Policy | None]] = None
@@ -314,13 +304,13 @@ class Config:
     def __post_init__(self, policy: str | Policy | None):
         if policy is not None:
             object.__setattr__(self, "precision", dataclasses.replace(self.precision, policy=policy))
-        for name in ("model_config", "init", "out"):  # programs may give texts
+        for name in ("model_config", "init", "branch", "out"):  # programs may give texts
             if isinstance(path := getattr(self, name), str):
                 object.__setattr__(self, name, pathlib.Path(path))
         make_absolute(self)
         check_ranges(by_flag(self), _RANGES)
-        names = self.data.data if self.data.eval_data is None else (*self.data.data, self.data.eval_data)
-        if not all(names):
+        parse_eval_data(self.data.eval_data)  # refuses what is malformed
+        if not all(self.data.data):
             raise ValueError("--data and --eval-data name files, folders or datasets, got an empty name")
         if self.data.batch_size % self.accumulate:
             raise ValueError(
@@ -328,6 +318,9 @@ class Config:
             )
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
+        check_schedule(self.optimizer, self.steps)
+        if self.mlperf.mllog and (self.optimizer.optimizer, self.optimizer.schedule) != ("adamw", "cosine"):
+            raise ValueError("--mllog is of a run by AdamW and a cosine; leave it or the other flags out")
         traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):
             raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")
@@ -335,6 +328,8 @@ class Config:
             raise ValueError("--model and --model-config both name the model: give one of them")
         if self.model_config is not None and self.init is not None:
             raise ValueError("--init brings its own model: leave out --model-config")
+        if self.branch is not None and self.init is not None:
+            raise ValueError("--branch goes on with all of a run, --init with its weights: give one of them")
         if self.resume and self.out is None:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:

@@ -42,11 +42,12 @@ from models.huggingface.files import (
     write_json,
 )
 from models.huggingface.gguf_file import write_gguf
-from models.huggingface.packed import LAYOUTS, Layout, PackedFormat, PackedReader, layout_of
+from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
-from mxjax import Operand
+from mxjax import Operand, get_policy
 from mxjax.numerics.scales import ScaleRule
+from training.calibration import largest_inputs
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
@@ -56,7 +57,7 @@ from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
 from training.ranges import Range, check_ranges
-from training.run.checkpoints import Checkpoints, save_params
+from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
 from training.run.record import model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
@@ -101,7 +102,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
-        linear layers in MXFP4 as compressed-tensors or Quark pack them, which are dequantized exactly.
+        linear layers in MXFP4 or NVFP4 as compressed-tensors packs them, or in MXFP4 as Quark does.
       run: the folder to create.
     Raises:
       ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged.
@@ -139,9 +140,11 @@ def export_checkpoint(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     step: int | None = None,
+    weights: Weights | None = None,
     quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
     activations: bool = False,
+    calibrate: str | None = None,
     chat_template: pathlib.Path | None = None,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
@@ -154,10 +157,13 @@ def export_checkpoint(
       dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
       step: the checkpoint's step. Default: the last.
+      weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
-        one file for llama.cpp ("gguf"). The layers and values are those that the run's Fprop multiplies.
-      scale_rule: round the weights to nearest by this rule instead of as the Fprop does.
-      activations: consumers round activations to MXFP4 too; needs --quantize.
+        one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
+        those that the run's Fprop multiplies. Of gpt-oss "mxfp4" packs the experts, as OpenAI does.
+      scale_rule: round the weights to MXFP4 by this rule, to nearest, instead of as the Fprop does.
+      activations: consumers round activations to the same format too; needs --quantize.
+      calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
       chat_template: a Jinja file with the model's chat template.
       shard_gb: largest size of a file's tensors, in 10**9 bytes.
       allow_nonfinite: also write weights that are NaN or infinite.
@@ -167,34 +173,47 @@ def export_checkpoint(
     """
     check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
     run, target = absolute_path(run), absolute_path(target)
-    _check_format_flags(quantize, dtype, scale_rule, activations, chat_template)
+    _check_format_flags(quantize, dtype, scale_rule, activations, calibrate, chat_template)
     saved = read_run_config(run)
     config = model_of(saved)
     at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
-            params = jax.tree.map(np.asarray, checkpoints.restore_params(abstract_params(config), step))
+            params = jax.tree.map(
+                np.asarray, checkpoints.restore_params(abstract_params(config), step, weights)
+            )
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
-        operands, line = {}, "not quantized"
+        operands, line, inputs = {}, "not quantized", None
+        layout = None if quantize is None else layout_for(config, quantize)
         if quantize is not None:
             dtype, phases = "bfloat16", from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
-            operands, line = choose_operands(config, layers, scale_rule)
+            number = "mxfp4" if layout is None else layout.number
+            operands, line = choose_operands(config, layers, scale_rule, number)
             print(line)
+            if number == "nvfp4" and config.experts is not None:
+                if calibrate is not None:
+                    raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
+                print(
+                    f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr
+                )
+            if calibrate is not None:
+                layers = layers or decoder.layer_policies(config, get_policy("bf16"))
+                seq_len = saved["config"]["data"]["seq_len"]
+                inputs = largest_inputs(run, config, params, layers, calibrate, seq_len)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        layout = None if quantize in (None, "gguf") else LAYOUTS[quantize]
         if layout is not None:
             others = names_of_others(config, operands)
             raw |= {"quantization_config": layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         if quantize == "gguf":
             write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
-            _write_weights(folder, config, params, specs, operands, layout, int(shard_gb * 1e9))
-        if chat_template is not None:
-            shutil.copyfile(chat_template, folder / "chat_template.jinja")
+            _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
         (folder / "README.md").write_text(model_card(run, saved, at, line))
     return config
 
@@ -204,6 +223,7 @@ def _check_format_flags(
     dtype: str | None,
     scale_rule: ScaleRule | None,
     activations: bool,
+    calibrate: str | None,
     chat_template: pathlib.Path | None,
 ) -> None:
     """Raises ValueError for flags of an export that have no effect or cannot be."""
@@ -211,8 +231,15 @@ def _check_format_flags(
         raise ValueError("--scale-rule and --activations are for quantized weights; add --quantize mxfp4")
     if quantize is not None and dtype not in (None, "bfloat16"):
         raise ValueError(f"--dtype {dtype}: loaders compute quantized models in bfloat16; leave --dtype out")
-    if quantize == "gguf" and (activations or chat_template is not None):
-        raise ValueError("--activations and --chat-template are not for --quantize gguf")
+    if quantize == "nvfp4" and scale_rule is not None:
+        raise ValueError(f"--scale-rule {scale_rule} is for the scales of MXFP4; leave it out with nvfp4")
+    if (quantize == "nvfp4" and activations) != (calibrate is not None):
+        raise ValueError(
+            "--quantize nvfp4 --activations stores scales of activations: add --calibrate PREFIX, data on "
+            "which the model runs; nothing else takes --calibrate"
+        )
+    if quantize == "gguf" and activations:
+        raise ValueError("--activations is not for --quantize gguf: llama.cpp rounds activations to 8 bits")
     if chat_template is not None and not chat_template.is_file():
         raise ValueError(f"--chat-template {chat_template}: no such file")
     if quantize == "gguf":
@@ -235,22 +262,27 @@ def _write_weights(
     specs: Mapping[str, Spec],
     operands: Mapping[str, Operand],
     layout: Layout | None,
+    inputs: Mapping[str, float] | None,
     largest: int,
 ) -> None:
-    """Writes all tensors, those of `operands` packed."""
-    packed = {f"{name}.weight" for name in names_of(operands)}
+    """Writes all tensors, those of `operands` packed, with the divisors of `inputs` if there are any."""
+    packed = set(names_of(config, operands))
+    of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of(config, [layer])}
     written: dict[str, Spec] = {}
     for name, spec in specs.items():
         module = name.removesuffix(".weight")
-        written |= layout.specs(module, spec.shape) if layout and name in packed else {name: spec}
+        if layout is None or module not in packed:
+            written[name] = spec
+        else:
+            written |= layout.specs(module, spec.shape, inputs=inputs is not None)
     with Writer(folder, written, largest) as writer:
         for name, view in progress(views(config, params), "exporting"):
-            if name not in packed:
+            if name.removesuffix(".weight") not in packed:
                 writer.write(name, as_written(name, view, specs[name]))
         if layout is None:
             return
         for module, weight in quantized_weights(config, params, operands):
-            for name, value in layout.tensors(module, weight).items():
+            for name, value in layout.tensors(module, weight, of_inputs.get(module)).items():
                 writer.write(name, value)
 
 

@@ -6,7 +6,7 @@ T tokens of a batch part on a device, L layers, D d_model, N query heads times h
 query, key and value, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block. N, Q, F and V are a
 device's share by the mesh axis `tensor`. In bytes:
 
-    parameters, optimizer   4 and 8 a parameter, as the state's arrays have them
+    parameters, optimizer   as the state's arrays have them; 4 and 8 a parameter for AdamW in float32
     gradients               4 a parameter; 8 with --accumulate
     activations             what the forward pass keeps for the backward pass, counted in its jaxpr;
                             per block, by `mxjax.runtime.remat`'s modes:
@@ -19,6 +19,8 @@ device's share by the mesh axis `tensor`. In bytes:
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights,
                             attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
+      Muon's update         4 a parameter that it takes, four times as much of the largest array
+                            and, of parameters in bfloat16, a float32 copy
 
 Fused attention adds 2 T N and its statistics to `dots` and `fp4`. The compiler's own additions and
 savings are left out: tests hold XLA's CPU, which computes bfloat16 in float32, to within a factor of two.
@@ -39,9 +41,12 @@ from jax.extend import core
 from models import decoder
 from models.attention import score_bytes
 from models.configs import DecoderConfig
+from models.context import sequence_parts
 from models.decoder import abstract_params
+from models.documents import Documents
 from models.loss import LOSS_TOKENS
-from models.sharding import batch_parts_of
+from models.ring import ring_bytes
+from models.sharding import AXES, parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
@@ -72,7 +77,7 @@ def gib(size: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-ONE_DEVICE: Mapping[str, int] = types.MappingProxyType({"data": 1, "fsdp": 1, "tensor": 1})
+ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(AXES, 1))
 
 
 class Memory(NamedTuple):
@@ -107,6 +112,8 @@ def step_memory(
     mesh: Mapping[str, int] = ONE_DEVICE,
     remat: Remat = "none",
     implementation: Implementation | None = None,
+    documents: Documents | None = None,
+    update: int = 0,
 ) -> Memory:
     """Returns the memory of a step on each device.
 
@@ -117,33 +124,37 @@ def step_memory(
       seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
-      remat, implementation: as in `decoder.mean_loss`.
+      remat, implementation, documents: as in `decoder.mean_loss`.
+      update: bytes of the optimizer's temporary arrays, when activations are gone.
     """
-    sequences = -(-batch_size // (accumulate * batch_parts_of(mesh)))
-    tokens = sequences * seq_len
+    parts = sequence_parts(mesh, batch_size // accumulate, seq_len)
+    rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
+    tokens = rows * length
     config = device_share(config, mesh["tensor"])
     shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
-        loss = functools.partial(
-            decoder.mean_loss, config, policies=policies, remat=mode, implementation=implementation
-        )
+        options: dict[str, Any] = {"implementation": implementation, "documents": documents}
+        loss = functools.partial(decoder.mean_loss, config, policies=policies, remat=mode, **options)
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
-        return kept_bytes(loss, shapes, (sequences, seq_len + 1)) - head
+        return kept_bytes(loss, shapes, (rows, length + 1)) - head
 
     activations = kept(remat)
-    queries = jax.ShapeDtypeStruct((sequences, seq_len, config.n_heads, config.head_dim), jnp.bfloat16)
-    is_plain = not config.sinks and not any(0 < window < seq_len for window in config.windows)
-    block = _block_bytes(config, tokens) + score_bytes(queries, is_plain)
+    queries = jax.ShapeDtypeStruct((rows, length, config.n_heads, config.head_dim), jnp.bfloat16)
+    has_mask = documents is not None or any(0 < window < seq_len for window in config.windows)
+    is_plain = not (has_mask or config.sinks)
+    scores = score_bytes(queries, is_plain) if parts == 1 else ring_bytes(queries, config.n_kv_heads)
+    block = _block_bytes(config, tokens) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
-    own = device_bytes(params)
+    own, gradients = device_bytes(params), device_bytes(in_float32(params))
+    largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
     return Memory(
         parameters=own,
         optimizer=device_bytes(opt_state),
-        gradients=own * (1 if accumulate == 1 else 2),
+        gradients=gradients * (1 if accumulate == 1 else 2),
         activations=activations,
         # The logits are gone before a part's gradients fill up.
-        working=max(again + block, _logits_bytes(config, tokens) - own),
+        working=largest + (gradients if own < gradients else 0),
     )
 
 
@@ -169,6 +180,11 @@ def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
     jaxpr = jax.make_jaxpr(backward)(shapes, jax.ShapeDtypeStruct(batch_shape, jnp.int32), key).jaxpr
     kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - set(jaxpr.invars)
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)  # pyright: ignore
+
+
+def in_float32(arrays: Any) -> Any:
+    """Returns the shapes of arrays, with their shardings, in float32."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding), arrays)
 
 
 def device_bytes(arrays: Any) -> int:

@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from models.configs import DecoderConfig
+from models.documents import Documents
 from training.config import Config
+from training.data.evaluation_sets import EvaluationSet
 from training.data.megatron import MegatronCorpus
 from training.data.text import TextCorpus
 from training.phases import Phase
@@ -20,20 +22,22 @@ class Plan(NamedTuple):
 
     Attributes:
       corpus: the training data.
-      held_out: the batches of an evaluation, whole in every process.
+      held_out: the evaluation sets; the first decides the best checkpoint and whether the target is reached.
       imported: the folder of the checkpoint that the run was imported from.
       tokenizer: a checksum of the tokenizer of the data, see `training.run.tokens`; None for text.
+      documents: the documents that attention keeps apart; None without a mask.
       policy_files: size and CRC32 of each file that policies came from, by its path, as the run began.
     """
 
     config: Config
     mesh: jax.sharding.Mesh
     corpus: TextCorpus | MegatronCorpus
-    held_out: list[np.ndarray]
+    held_out: tuple[EvaluationSet, ...]
     model: DecoderConfig
     phases: tuple[Phase, ...]
     imported: str | None = None
     tokenizer: str | None = None
+    documents: Documents | None = None
     policy_files: Mapping[str, Any] = types.MappingProxyType({})
 
     def batch_of(self, step: int) -> tuple[np.ndarray, dict[str, list]]:

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from models import decoder
 from models.configs import DecoderConfig
 from models.decoder import AXES, Params, abstract_params
 from models.sharding import AXES as MESH_AXES
-from models.sharding import RULES, batch_parts_of, spec
+from models.sharding import RULES, batch_parts_of, parts_of, spec
 from mxjax.numerics.formats import get_format
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
@@ -33,14 +33,16 @@ from mxjax.runtime.devices import current_target
 from training.step import TrainState, init_state
 
 
-def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
+def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     """Returns the size of each mesh axis, e.g. of "fsdp=4,tensor=2"; None is fsdp over all devices.
+
+    Without a number of devices a text may name any.
 
     Raises:
       ValueError: malformed text, or sizes that do not multiply to the number of devices.
     """
     if text is None:
-        return {"data": 1, "fsdp": devices, "tensor": 1}
+        return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices or 1}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -50,10 +52,10 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
             raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
         sizes[name] = int(size)
     sizes = {name: sizes.get(name, 1) for name in MESH_AXES}
-    if (product := math.prod(sizes.values())) != devices:
+    if (product := math.prod(sizes.values())) != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
-            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out"
+            f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out; --devices {product} divides a CPU"
         )
     return sizes
 
@@ -110,7 +112,8 @@ def check_batch(
     devices = math.prod(sizes.values())
     for tensor in (n for n in range(2, devices + 1) if devices % n == 0):
         rest = devices // tensor
-        if batch_size % (rest * accumulate) == 0 and fits({"data": 1, "fsdp": rest, "tensor": tensor}):
+        found = dict.fromkeys(MESH_AXES, 1) | {"fsdp": rest, "tensor": tensor}
+        if batch_size % (rest * accumulate) == 0 and fits(found):
             fsdp = f"fsdp={rest}," if rest > 1 else ""
             advice += f", or --mesh {fsdp}tensor={tensor}"
             break
@@ -132,8 +135,8 @@ def process_part(mesh: Mesh, rows: int) -> tuple[int, int]:
     start, length = min(starts), max(stops) - min(starts)
     if rows % length or start % length:
         raise ValueError(
-            f"--mesh tensor={mesh.shape['tensor']} must divide, or be a multiple of, "
-            f"the {jax.local_device_count()} devices of a process"
+            f"--mesh context x tensor = {mesh.shape['context'] * mesh.shape['tensor']} must divide, or be a "
+            f"multiple of, the {jax.local_device_count()} devices of a process"
         )
     return start // length, rows // length
 
@@ -160,10 +163,12 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
     A batch that the mesh does not divide is padded with copies of its last sequence, whose losses get weight
     0. Copies leave the scales of whole tensors unchanged.
     """
-    parts = batch_parts_of(mesh.shape)
+    parts, context = batch_parts_of(mesh.shape), mesh.shape["context"]
 
     def step(params, batch: np.ndarray, key: jax.Array) -> jax.Array:
-        missing, weights = -len(batch) % parts, None
+        # A sequence for each group of `context` devices, or for each device.
+        unit = parts if len(batch) <= parts else parts * context
+        missing, weights = -len(batch) % unit, None
         if missing:
             weights = np.repeat(np.array([1, 0], np.float32), [len(batch), missing])
             batch = np.concatenate([batch, np.repeat(batch[-1:], missing, axis=0)])
@@ -176,7 +181,7 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
 def abstract_state(
     config: DecoderConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     fill: Callable[[Params], Params] = lambda params: params,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
@@ -210,12 +215,14 @@ def first_state(
     return jax.jit(make, out_shardings=shardings)(key), shardings
 
 
-def param_shardings(mesh: Mesh, axes: Any) -> Any:
+def param_shardings(mesh: Mesh | AbstractMesh, axes: Any) -> Any:
     """Returns the sharding of each parameter, from a tree of their logical axes."""
     return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), axes, is_leaf=lambda a: isinstance(a, tuple))
 
 
-def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
+def state_shardings(
+    mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation, state: Any, params: Any
+) -> Any:
     """Returns the sharding of each array of a training state.
 
     Moments are sharded as their parameters are, by `params`; everything else is replicated.
@@ -229,14 +236,20 @@ def state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, state: 
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if _is_masked(moment) else sharding,
         state.opt_state,
         params,
         transform_non_params=lambda _: replicated,
+        is_leaf=_is_masked,
     )
     return jax.tree.map(lambda _: replicated, state._replace(params=None, opt_state=None))._replace(
         params=params, opt_state=opt_state
     )
+
+
+def _is_masked(x: Any) -> bool:
+    """Returns whether this stands for a parameter's moment that an optimizer does not have."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: LayerPolicies) -> None:
@@ -254,9 +267,11 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
         strict=True,
     ):
         for name, size, unit in zip(names, x.shape, lengths, strict=True):
-            axis = None if name == "vocab" else RULES[name]
-            if axis is None or (parts := sizes[str(axis)]) == 1 or size % (parts * unit) == 0:
+            parts = 1 if name == "vocab" else parts_of(sizes, name)
+            if size % (parts * unit) == 0 or parts == 1:
                 continue
+            rule = RULES[name] or ()
+            axis = " x ".join(a for a in ((rule,) if isinstance(rule, str) else rule) if sizes[a] > 1)
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""

@@ -105,8 +105,8 @@ def make_train_step(
 
     Args:
       loss: the loss to minimize.
-      optimizer: computes the update from the gradients, and from the learning rate and the loss's `aux` if
-        it takes them.
+      optimizer: computes the update from the gradients, and from the learning rate, the step's key and the
+        loss's `aux` if it takes them.
       has_aux: whether the loss returns a pair, whose second part has arrays to report, as in `jax.grad`.
       accumulate: number of parts of a batch that run one after another; their gradients are averaged.
       skip_nonfinite: skip only the steps that are not finite, and count them.
@@ -133,13 +133,14 @@ def make_train_step(
         learning_rate: Float32[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        (value, aux), grads = loss_and_grads(state.params, batch, key)
+        weights = jax.tree.map(lambda w: w.astype(jnp.float32), state.params)  # if they are stored in less
+        (value, aux), grads = loss_and_grads(weights, batch, key)
         # Else every pass that reads gradients stacks those of all layers, in kernels of 13,000 instructions.
         grads = jax.lax.optimization_barrier(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
         keeps = keeps_finite(learning_rate) if keeps_finite and learning_rate is not None else None
-        extra = {"learning_rate": learning_rate} | ({"aux": aux} if has_aux else {})
+        extra = {"learning_rate": learning_rate, "key": key} | ({"aux": aux} if has_aux else {})
         update = functools.partial(optimizer.update, **extra)
         kept, finite, largest = _update_if_finite(finite, keeps, state, update, grads)
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest, aux)

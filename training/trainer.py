@@ -2,24 +2,36 @@
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from models import decoder
+from models.configs import DecoderConfig
+from models.context import row_unit
+from models.decoder import Params
+from models.documents import Documents
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
 from models.sharding import batch_parts_of
+from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
+from training.config import Config
 from training.memory import Memory, step_memory
-from training.optimizer import keeps_finite, learning_rate, optimizer_of
+from training.optimizer.average import average_of
+from training.optimizer.bfloat16 import as_float32
+from training.optimizer.muon import working_bytes
+from training.optimizer.optimizers import keeps_finite, optimizer_of
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase, phase_at
 from training.plan import Plan
 from training.sharding import (
@@ -49,7 +61,9 @@ class Trainer:
     def __init__(self, plan: Plan):
         """Traces the state's shapes; nothing is computed."""
         self._plan = plan
-        self._fill = functools.partial(resize, size=plan.filled_vocab_size)
+        self._fill = functools.partial(
+            as_stored, dtype=plan.config.optimizer.master, size=plan.filled_vocab_size
+        )
         self._key = jax.random.key(plan.config.seed)
         self._optimizer = self._optimizer_of(plan.phases[0])
         self._shapes = abstract_state(plan.model, self._optimizer, plan.mesh, self._fill)
@@ -59,19 +73,8 @@ class Trainer:
     def memory(self, step: int) -> Memory:
         """Returns an estimate of the memory that a step takes on a device, in the policies of that step."""
         plan, config = self._plan, self._plan.config
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
-            return step_memory(
-                plan.model,
-                phase_at(plan.phases, step).layers,
-                self._shapes.params,
-                self._shapes.opt_state,
-                batch_size=config.data.batch_size,
-                seq_len=config.data.seq_len,
-                accumulate=config.accumulate,
-                mesh=plan.mesh.shape,
-                remat=config.remat,
-                implementation=config.precision.implementation,
-            )
+        layers = phase_at(plan.phases, step).layers
+        return memory_of_run(config, plan.model, layers, self._shapes, plan.mesh.shape, plan.documents)
 
     def init(self) -> TrainState:
         """Returns the state before the first step, with random parameters."""
@@ -118,6 +121,9 @@ class Trainer:
 
     def measure(self, state: TrainState, batch: jax.Array) -> dict[str, Any]:
         """Returns the error of each layer's GEMMs in a step, and what its routers do."""
+        mesh = self._plan.mesh.shape
+        if mesh["context"] > 1:
+            batch = batch[: batch_parts_of(mesh)]  # any more may be a number that devices cannot share
         found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
         if self._plan.model.experts is None:
             return found
@@ -125,8 +131,12 @@ class Trainer:
         return found | routing_by_layer(self._programs.routing(state.params, batch, key))
 
     def evaluate(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, float]:
-        """Returns the loss over the batches, its perplexity, and the number of tokens."""
-        return evaluate(self._programs.eval_step, state.params, batches)
+        """Returns the loss over the batches, its perplexity, the number of tokens, and the average's loss."""
+        batches, again = itertools.tee(batches)
+        found = evaluate(self._programs.eval_step, state.params, batches)
+        if (average := average_of(state.opt_state)) is None:
+            return found
+        return found | {"ema_eval_loss": evaluate(self._programs.eval_step, average, again)["eval_loss"]}
 
     @property
     def _programs(self) -> "Programs":
@@ -142,8 +152,12 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        experts = self._plan.model.experts
-        return optimizer_of(config.optimizer, config.precision.deoscillate, phase.layers, experts)
+        return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
+
+
+def as_stored(params: Params, *, dtype: str, size: int) -> Params:
+    """Returns parameters as a state has them: in the dtype of --master, with a filled vocabulary."""
+    return jax.tree.map(lambda w: w.astype(jnp.dtype(dtype)), resize(params, size))
 
 
 class Programs(NamedTuple):
@@ -167,11 +181,13 @@ def make_programs(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
-    has_experts, measured = plan.model.experts is not None, _with_options(plan, phase, decoder.measured_loss)
+    measured = functools.partial(_with_options, plan, phase, decoder.measured_loss)
+    measured = measured(z_loss=config.optimizer.z_loss)
+    has_aux = plan.model.experts is not None or config.optimizer.z_loss > 0
     train_step = make_train_step(
-        measured if has_experts else loss,
+        measured if has_aux else loss,
         optimizer,
-        has_aux=has_experts,
+        has_aux=has_aux,
         accumulate=config.accumulate,
         skip_nonfinite=config.on_nonfinite == "skip",
         shardings=shardings,
@@ -187,6 +203,7 @@ def make_programs(
             config.seed,
             tokens_a_part,
             batch_parts_of(plan.mesh.shape),
+            row_unit(plan.mesh.shape),
             options_for((*phase.layers.policies, get_policy("fp32"))),
         ),
         jax.jit(lambda *arguments: measured(*arguments)[1].routing, compiler_options=xla_options),
@@ -195,18 +212,52 @@ def make_programs(
 
 def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, for training, and its loss of every token, for evaluation."""
-    return _with_options(plan, phase, decoder.mean_loss), _with_options(plan, phase, decoder.losses)
+    z_loss = plan.config.optimizer.z_loss
+    mean = _with_options(plan, phase, decoder.mean_loss, z_loss=z_loss)
+    return mean, _with_options(plan, phase, decoder.losses)
 
 
-def _with_options(plan: Plan, phase: Phase, function: Callable) -> Callable:
+def _with_options(plan: Plan, phase: Phase, function: Callable, **options: Any) -> Callable:
     """Returns `function` of parameters, sequences, a key and slots, in the phase's policies."""
     config = plan.config
-    options = {
+    options |= {
         "policies": phase.layers,
         "remat": config.remat,
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
+        "documents": plan.documents,
     }
     return lambda params, batch, key, slots=None: function(
-        plan.model, params, batch, key=key, slots=slots, **options
+        plan.model, as_float32(params), batch, key=key, slots=slots, **options
     )
+
+
+def memory_of_run(
+    config: Config,
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    shapes: TrainState,
+    mesh: Mapping[str, int],
+    documents: Documents | None,
+) -> Memory:
+    """Returns the memory of a step on each device for a run's configuration and the shapes of its state.
+
+    Args:
+      mesh: the size of each mesh axis, which need not be that of the configuration.
+    """
+    muon = config.optimizer.optimizer == "muon"
+    with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
+        return step_memory(
+            model,
+            policies,
+            shapes.params,
+            shapes.opt_state,
+            batch_size=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            accumulate=config.accumulate,
+            mesh=mesh,
+            remat=config.remat,
+            implementation=config.precision.implementation,
+            documents=documents,
+            update=working_bytes(shapes.params) if muon else 0,
+        )

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from analysis.compare.health import health_of, health_tables
 from analysis.compare.losses import statistics_of, statistics_table
 from analysis.compare.plot import plot
 from analysis.compare.runs import (
@@ -47,7 +48,7 @@ class CompareConfig:
     """Report when this loss was reached, by a group's mean and by each of its runs. Default: the runs'
     --target-loss."""
     plot: tuple[pathlib.Path, ...] = ()
-    """Also draw the curves into these files (.svg, .png, .pdf)."""
+    """Also draw losses, gradient norms and SQNR into these files (.svg, .png, .pdf)."""
     json: bool = False
     """Print the result as one line of JSON and nothing else. A number that does not exist is null."""
 
@@ -68,8 +69,8 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     """Prints tables of the losses and of the groups' differences, unless the result is to be JSON.
 
     Returns the curves by run, the unit of their keys, when each group's mean and each run reached the target,
-    the groups, how many tokens they need beside the baseline's, the baseline's groups of other lengths, the
-    settings in which groups differ, and warnings.
+    the groups, how many tokens they need beside the baseline's, the baseline's groups of other lengths, what
+    `health_of` says, the settings in which groups differ, and warnings.
 
     Raises:
       ValueError: a folder holds no run, a run has not been evaluated, or --baseline names no group.
@@ -104,6 +105,8 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     if target is not None:
         said.append(f"\n{unit} until loss {target:g}")
         said += [f"  {group.name}: {_reached(group, reached[group.name], target)}" for group in groups]
+    health = health_of(compared)
+    said += health_tables(health)
     said += _published_runs() if published else []
     for path in arguments.plot:
         plot(groups, {name: means[name] for name in list(means)[len(groups) :]}, target, unit, path)
@@ -114,7 +117,7 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     times = {"reached": reached, "reached_by_run": of_runs}
     also = {"settings": settings, "warnings": warnings}
     result = {"target": target, "unit": unit, "curves": curves, **times, "groups": found}
-    return result | {"token_ratios": ratios, "lengths": of_lengths} | also
+    return result | {"token_ratios": ratios, "lengths": of_lengths, "health": health} | also
 
 
 def _published_runs() -> list[str]:

@@ -1,19 +1,20 @@
-"""The plot of `eval.py compare`: training and validation losses of groups of runs, legible in grey."""
+"""The plot of `eval.py compare`: losses, gradient norms and SQNR of groups of runs, legible in grey."""
 
 import itertools
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.compare.runs import Group, Losses
+from analysis.compare.runs import ComparedRun, Group, Losses
+from analysis.records import binned, mean_sqnr
+from mxjax.policy import OPERANDS
 from training.process.extras import require
 
 _COLORS = ("#000000", "#0b4f9e", "#c2410c", "#2f8f4e", "#8a8a8a", "#b58bd0")
 """From dark to light, so that they differ in grey."""
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "os^Dvx*"
-POINTS = 200
-"""The largest number of points of a training curve; each is a mean over its steps."""
 
 
 def plot(
@@ -35,11 +36,21 @@ def plot(
       MissingExtraError: matplotlib is not installed.
       ValueError: matplotlib cannot write this kind of file.
     """
-    figure = require("plot", "--plot", "matplotlib.figure").Figure(figsize=(10, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    has_sqnr = any(run.sqnr for group in groups for run in group.runs)
+    rows = 2 if has_sqnr else 1
+    figure = require("plot", "--plot", "matplotlib.figure").Figure(
+        figsize=(14, 1 + 4 * rows), layout="constrained"
+    )
+    panels = figure.subplots(rows, 3, squeeze=False)
+    left, right, norms = panels[0]
     for group, style in zip(groups, _styles(), strict=False):
-        _draw(left, [_binned(run.train) for run in group.runs], style | {"marker": ""}, group.name)
+        line = style | {"marker": ""}
+        _draw(left, [binned(run.train) for run in group.runs], line, group.name)
         _draw(right, [dict(sorted(run.validation.items())) for run in group.runs], style, group.name)
+        _draw(norms, [binned(run.grad_norms) for run in group.runs], line, group.name)
+        for axes, gemm in zip(panels[1] if has_sqnr else (), OPERANDS, strict=False):
+            measured = [_sqnr(run, gemm) for run in group.runs if run.sqnr]
+            _draw(axes, measured, style, group.name)
     for (name, losses), style in zip(
         references.items(), itertools.islice(_styles(), len(groups), None), strict=False
     ):
@@ -47,8 +58,10 @@ def plot(
     if target is not None:
         right.axhline(target, color="grey", linestyle=(0, (1, 3)), label=f"target {target:g}")
     formatter = require("plot", "--plot", "matplotlib.ticker").EngFormatter(sep="")
-    for axes, name in ((left, "training"), (right, "validation")):
-        axes.set(xlabel=unit, ylabel=f"{name} loss, nats a token")
+    labels = ["training loss, nats a token", "validation loss, nats a token", "gradient norm"]
+    labels += [f"SQNR of {gemm}, dB, mean of layers" for gemm in OPERANDS]
+    for axes, label in zip(panels.flat, labels, strict=False):
+        axes.set(xlabel=unit, ylabel=label)
         axes.xaxis.set_major_formatter(formatter)
         axes.set_axisbelow(True)  # the grid runs behind the ranges
         axes.grid(color="#dddddd", linewidth=0.6)
@@ -74,7 +87,7 @@ def _styles():
 
 
 def _draw(axes: Any, curves: Sequence[Losses], style: dict[str, Any], label: str) -> None:
-    common = sorted(set(curves[0]).intersection(*curves))
+    common = sorted(set(curves[0]).intersection(*curves)) if curves else []
     values = [[curve[x] for curve in curves] for x in common]
     axes.plot(common, [sum(v) / len(v) for v in values], label=label, **style)
     if len(curves) > 1:
@@ -82,9 +95,7 @@ def _draw(axes: Any, curves: Sequence[Losses], style: dict[str, Any], label: str
         axes.fill_between(common, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _binned(train: Losses) -> dict[int, float]:
-    """Returns means of neighbouring steps, at most POINTS of them, keyed by their last step."""
-    points = sorted(train.items())
-    size = -(-len(points) // POINTS)
-    bins = (points[i : i + size] for i in range(0, len(points), max(size, 1)))
-    return {part[-1][0]: sum(loss for _, loss in part) / len(part) for part in bins}
+def _sqnr(run: ComparedRun, gemm: str) -> dict[int, float]:
+    """Returns the mean SQNR of a GEMM over the layers, where it is finite."""
+    found = {x: mean_sqnr([one])[gemm] for x, one in sorted(run.sqnr.items())}
+    return {x: value for x, value in found.items() if math.isfinite(value)}

@@ -6,12 +6,15 @@ import json
 import math
 import pathlib
 import shlex
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from analysis.records import Record, Sqnr, evaluations_by_set, series, sqnr_by_step
 from analysis.statistics import has_diverged
 from training.config import Config
 from training.log.metrics import FILE, read_records
+from training.log.spikes import Spike, find_spikes
 from training.run.record import from_json, read_run_config, to_json
 
 Losses = Mapping[int, float]
@@ -36,6 +39,10 @@ class ComparedRun(NamedTuple):
         configuration only names.
       held_out: the identity of what the run is evaluated on.
       end: tokens, or sequences, of the whole run.
+      grad_norms: gradient norm of each step.
+      spikes: the steps that stand out.
+      sqnr: decibels by layer and GEMM of each measurement of --stats-every.
+      eval_sets: the evaluations of each set, by name.
     """
 
     name: str
@@ -45,6 +52,10 @@ class ComparedRun(NamedTuple):
     resolved: str = ""
     held_out: str = ""
     end: int = 0
+    grad_norms: Losses = types.MappingProxyType({})
+    spikes: Sequence[Spike] = ()
+    sqnr: Mapping[int, Sqnr] = types.MappingProxyType({})
+    eval_sets: Mapping[str, Mapping[int, Record]] = types.MappingProxyType({})
 
     @property
     def has_ended(self) -> bool:
@@ -120,14 +131,34 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
                 f"python train.py --resume --out {shlex.quote(str(folder))}, or leave it out"
             )
         train = {r["step"] * step: r["loss"] for r in records if "loss" in r}
-        evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
-        if config.data.eval_data is not None:  # then training data may differ
-            name_of_data = pathlib.Path(config.data.eval_data).name
-            facts = {"source": name_of_data, "tokens": facts.get("validation_tokens")}
-        held_out = json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
+        held_out = held_out_of(config, facts)
         end = config.steps * step
-        runs.append(ComparedRun(name, config, validation, train, resolved, held_out, end))
+        losses = name, config, validation, train, resolved, held_out, end
+        runs.append(
+            ComparedRun(
+                *losses,
+                {n * step: norm for n, norm in series(records, "grad_norm").items()},
+                find_spikes(records),
+                {n * step: sqnr for n, sqnr in sqnr_by_step(records).items()},
+                evaluations_by_set(records),
+            )
+        )
     return runs
+
+
+def held_out_of(config: Config, facts: Mapping[str, Any]) -> str:
+    """Returns the identity of what a run is evaluated on: of its first set, wherever it lies.
+
+    Args:
+      config: the run's configuration.
+      facts: the identity of its data on record.
+    """
+    facts = {**facts, "source": None}
+    evaluated = config.eval_sequences or config.eval_batches * config.data.batch_size
+    if config.data.eval_data:  # then training data may differ
+        name_of_data = pathlib.Path(next(iter(config.data.eval_paths.values()))).name
+        facts = {"source": name_of_data, "tokens": facts.get("validation_tokens")}
+    return json.dumps([facts, config.data.seq_len, evaluated], sort_keys=True)
 
 
 def short_names(folders: Sequence[pathlib.Path]) -> list[str]:

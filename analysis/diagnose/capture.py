@@ -11,6 +11,7 @@ from jaxtyping import Array, Float32, Int32
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.gemms import linear_weights
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
@@ -44,10 +45,13 @@ class Pass(NamedTuple):
 
 
 def make_pass(
-    model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    implementation: Implementation | None,
+    documents: Documents | None = None,
 ) -> Callable[[decoder.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
     """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies."""
-    loss = _loss(model, policies, implementation)
+    loss = _loss(model, policies, implementation, documents)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
     def run(params: decoder.Params, batch: Any, key: jax.Array) -> Pass:
@@ -64,10 +68,13 @@ def make_pass(
 
 
 def make_gradients(
-    model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    implementation: Implementation | None,
+    documents: Documents | None = None,
 ) -> jax.stages.Wrapped:
     """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors."""
-    loss = _loss(model, policies, implementation)
+    loss = _loss(model, policies, implementation, documents)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
     def run(params: decoder.Params, batch: Any, key: jax.Array) -> LossAndGradients:
@@ -77,13 +84,19 @@ def make_gradients(
     return run
 
 
-def _loss(model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Callable:
+def _loss(
+    model: DecoderConfig,
+    policies: LayerPolicies,
+    implementation: Implementation | None,
+    documents: Documents | None,
+) -> Callable:
     """Returns the mean loss of a batch as a function of the blocks' weights and the slots first."""
 
     def loss(
         blocks: Any, slots: Mapping[str, Tensors] | None, params: decoder.Params, batch: Any, key: jax.Array
     ) -> Float32[Array, ""]:
         options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}
+        options["documents"] = documents
         return decoder.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
 
     return loss

@@ -20,6 +20,7 @@ from analysis.evaluate import EvalConfig
 from analysis.restore import Restored
 from models import decoder
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.gemms import linear_weights
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
@@ -59,8 +60,8 @@ def diagnose_model(
     restored: Restored, batches: Sequence[Batch], say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Returns the diagnosis of a restored model, the size of what it read, and the versions that ran it."""
-    _, model, params, _, phase, implementation = restored
-    found = diagnose(model, params, phase.layers, implementation, batches, say=say)
+    _, model, params, _, phase, implementation, documents = restored
+    found = diagnose(model, params, phase.layers, implementation, batches, say=say, documents=documents)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     return shape | found | {"versions": facts()}
 
@@ -79,6 +80,7 @@ def diagnose(
     batches: Sequence[Batch],
     variants: Mapping[str, Gemm] = VARIANTS,
     say: Callable[[str], None] = lambda _: None,
+    documents: Documents | None = None,
 ) -> dict[str, Any]:
     """Returns the measures of every linear layer of the blocks, and the split of the gradients' errors.
 
@@ -88,6 +90,7 @@ def diagnose(
       batches: token ids of at least three batches of one shape.
       variants: what to compare Wgrad under.
       say: receives a line on what is measured next.
+      documents: what attention keeps apart; None is whole sequences.
     Returns: "layers" by layer (see `_layer_numbers`), "gradient" (errors of whole gradients) and "wgrad" (by
       variant), these two by "all", by linear layer and by layer; see `analysis.diagnose.split.Split`.
     Raises:
@@ -96,8 +99,8 @@ def diagnose(
     check_batches(batches)
     key = jax.random.key(0)  # random bits differ from batch to batch
     exact_policies = decoder.layer_policies(model, get_policy("bf16"))
-    run = make_pass(model, policies, implementation)
-    run_exact = make_gradients(model, exact_policies, implementation)
+    run = make_pass(model, policies, implementation, documents)
+    run_exact = make_gradients(model, exact_policies, implementation, documents)
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
     say(f"passes of {len(batches)} batches under the policy, and their gradients under bf16")
     # To the host, where the passes of all batches have room.

@@ -19,6 +19,7 @@ def gemm_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
                 [
                     layer if gemm == "fprop" else "",
                     gemm,
+                    f"{product['sqnr_db']:.1f}",
                     f"{product['relative_error']:.4f}",
                     f"{product['cosine']:.5f}",
                     f"{product['projection']:.5f}",
@@ -28,7 +29,9 @@ def gemm_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
                 ]
             )
     projections = ["projection", "lhs projection", "rhs projection"]
-    return text_table(["layer", "GEMM", "error", "cosine", *projections, "clipped", "flushed"], rows)
+    return text_table(
+        ["layer", "GEMM", "SQNR dB", "error", "cosine", *projections, "clipped", "flushed"], rows
+    )
 
 
 def shape_table(layers: Mapping[str, Mapping[str, Any]]) -> str:

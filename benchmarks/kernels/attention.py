@@ -9,11 +9,12 @@ alone with all of its candidates, or with `--first` with the one in use, then wh
 of each; at last masked by documents, whose lengths follow Zipf's law with a mean of 1,000 tokens, and by
 windows of a half and a quarter of the sequence. The rate counts 2 products forward, 5 backward, masked or
 not; a backward kernel alone counts its own, 4 and 3. The ceiling is cuDNN's speed. Prints three tables a
-shape, and JSON as the last line.
+shape, and JSON as the last line. `--page docs/attention.md` measures nothing; it writes what runs where.
 """
 
 import argparse
 import functools
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.kernels.attention import launches
+from models.attention import kernel_on
+from models.documents import first_keys
+from mxjax.kernels.attention import aiter, launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
-from mxjax.kernels.attention.fused import first_keys
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
-from mxjax.runtime.devices import current_target
+from mxjax.runtime.devices import Target, current_target
+from mxjax.runtime.tables import table
+from studies.documents import insert
 
 REPEATS = 3  # runs that must have the same bits
 LARGEST_ERROR = 0.02
@@ -59,8 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=__doc__)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, metavar="BxSxNxGxH")
     parser.add_argument("--first", action="store_true", help="only the blocks that the library uses")
+    parser.add_argument("--page", type=pathlib.Path, help="write what runs where into this page, and end")
     add_arguments(parser)
     options = parser.parse_args(arguments)
+    if options.page is not None:
+        options.page.write_text(insert(options.page.read_text(), {"kernels": kernels_table()}))
+        return
     if current_target() is None:
         raise SystemExit(f"{module} needs a GPU and Triton: install mxjax[cuda] or mxjax[rocm]")
     report = Report(module, arguments, options)
@@ -72,6 +80,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
             time_cases(report, f"{title}: attention", "FLOP", whole_cases(shape, fastest))
             time_cases(report, f"{title}: masked", "FLOP", masked_cases(shape, fastest))
     report.print()
+
+
+DEVICES: Mapping[str, tuple[Target | None, bool]] = {
+    "NVIDIA GPUs": (Target("cuda", "sm_90"), True),
+    "gfx950": (Target("hip", "gfx950"), False),
+    "others": (None, False),
+}
+"""The target of kernels, and whether it is an NVIDIA GPU, of each device in the table."""
+QUERIES = {
+    "bfloat16, heads of 64 or 128": ((8192, 64, "bfloat16"), (8192, 128, "bfloat16")),
+    "the same, odd lengths": ((8191, 64, "bfloat16"), (8191, 128, "bfloat16")),
+    "bfloat16, other multiples of 8 below 128": tuple((8192, h, "bfloat16") for h in (8, 16, 32, 96, 120)),
+    "float32, or other heads": ((8192, 128, "float32"), (8192, 20, "bfloat16"), (8192, 256, "bfloat16")),
+}
+"""Length, head size and dtype of the queries of each column; one kernel takes all of them."""
+
+
+def kernels_table() -> str:
+    """Returns which kernel runs where, as `models.attention` chooses, in a Markdown table."""
+    rows = []
+    for device, (target, cuda) in DEVICES.items():
+        for mask, is_plain in (("none", True), ("documents, windows or sinks", False)):
+            ours = "AITER or Triton" if aiter.suits(target, is_plain) else "Triton"
+            names, cells = {"cudnn": "cuDNN", "ours": ours, "xla": "XLA"}, []
+            for queries in QUERIES.values():
+                shapes = [jax.ShapeDtypeStruct((2, s, 32, h), dtype) for s, h, dtype in queries]
+                [kernel] = {kernel_on(target, cuda, q, is_plain) for q in shapes}
+                cells.append(names[kernel])
+            rows.append([device, mask, *cells])
+    return table(f"device | mask or sinks | {' | '.join(QUERIES)}", rows).replace("---:", "---")
 
 
 def parse_shape(text: str) -> Shape:
@@ -139,14 +177,14 @@ def masked_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
 def draw_mask(shape: Shape, mask: str | int | None) -> jax.Array | None:
     """Returns `first_key` of documents or of a window."""
     if mask is None or isinstance(mask, int):
-        return None if mask is None else first_keys(window=mask, shape=shape[:2])
+        return None if mask is None else first_keys(jnp.zeros(shape[:2], jnp.int32), mask)
     rng = np.random.default_rng(0)
-    starts = np.zeros(shape[:2], bool)
+    starts = np.zeros(shape[:2], np.int32)
     for row in starts:
         lengths = np.minimum(rng.zipf(1.5, size=shape.s) * 64, 16 * MEAN_DOCUMENT)
         ends = np.cumsum(np.maximum(lengths * (MEAN_DOCUMENT / lengths.mean()), 1).astype(int))
-        row[ends[ends < shape.s]] = True
-    return first_keys(jnp.asarray(starts))
+        row[ends[ends < shape.s]] = ends[ends < shape.s]
+    return jnp.asarray(np.maximum.accumulate(starts, axis=1))
 
 
 def _case(name: str, shape: Shape, which: str, run: Callable, fields: Mapping[str, Any]) -> Case:

@@ -31,11 +31,14 @@ _COMMON = {
 }
 
 
-def is_available(target: Target | None) -> bool:
-    """Whether AITER's kernels are registered, the target is gfx950, and they need not be deterministic."""
-    if target is None or target.arch != "gfx950":
-        return False
-    return not _must_be_deterministic() and _is_registered()
+def suits(target: Target | None, is_plain: bool = True) -> bool:
+    """Whether AITER's kernels are for this target, and attention has no mask or sinks: `is_plain`."""
+    return is_plain and target is not None and target.arch == "gfx950"
+
+
+def is_available(target: Target | None, is_plain: bool = True) -> bool:
+    """Whether AITER's kernels suit, are registered, and need not be deterministic."""
+    return suits(target, is_plain) and not _must_be_deterministic() and _is_registered()
 
 
 def _must_be_deterministic() -> bool:

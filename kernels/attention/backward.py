@@ -1,10 +1,10 @@
-"""Backward kernels of causal attention: one sums the gradients of keys and values, one those of queries.
+"""Backward kernels of attention: one sums the gradients of keys and values, one those of queries.
 
 Both recompute the scores, and weights = exp(scores - lse). With d_weights = dout @ v.T and
 delta = sum(dout * out), d_scores = weights * (d_weights - delta). Each gradient is summed by one program in a
 fixed order, without atomics: the same inputs give the same bits. Rows past the end repeat the last row of
-memory; a query past the end has an infinite lse, and so weights of 0. `first_key` is as in the forward
-kernel, and `queries_end[j]` the first query after j that no longer sees key j.
+memory; a query past the end has an infinite lse, and so weights of 0. `first_key` and CAUSAL are as in the
+forward kernel, `queries_end[j]` is the first query after those that see key j, and lse may be of more keys.
 
 Source of the algorithm: FlashAttention-2, arXiv 2307.08691.
 """
@@ -36,6 +36,7 @@ def key_gradients_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     XCDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Computes BLOCK_K rows of dk and dv [B, S, G, H], over all R query heads; BLOCK_Q divides BLOCK_K.
@@ -56,18 +57,19 @@ def key_gradients_kernel(
     dk_sum = tl.zeros((BLOCK_K, H), tl.float32)
     dv_sum = tl.zeros((BLOCK_K, H), tl.float32)
     SCALE: tl.constexpr = H**-0.5 * LOG2_E
+    begin = first if CAUSAL else 0  # of the queries that see the keys
     end = S
     if MASKED:
-        first_key += (head // G).to(tl.int64) * S + first
+        first_key += (head // G).to(tl.int64) * S + begin
         end = tl.load(queries_end + (head // G).to(tl.int64) * S + tl.minimum(first + BLOCK_K, S) - 1)
-    BLOCKS = tl.cdiv(end - first, BLOCK_Q)  # of queries that see the keys
-    q += head_start(head // G, head % G * R, S, G * R * H, H) + first * (G * R * H)
-    dout += head_start(head // G, head % G * R, S, G * R * H, H) + first * (G * R * H)
-    lse += (head * R).to(tl.int64) * S + first
-    delta += (head * R).to(tl.int64) * S + first
+    BLOCKS = tl.cdiv(end - begin, BLOCK_Q)
+    q += head_start(head // G, head % G * R, S, G * R * H, H) + begin * (G * R * H)
+    dout += head_start(head // G, head % G * R, S, G * R * H, H) + begin * (G * R * H)
+    lse += (head * R).to(tl.int64) * S + begin
+    delta += (head * R).to(tl.int64) * S + begin
     for i in tl.range(0, R * BLOCKS):
-        r, start = i // BLOCKS, i % BLOCKS * BLOCK_Q  # relative to the first key
-        within = rows_within(first + start, rows, S, BLOCK_Q)
+        r, start = i // BLOCKS, i % BLOCKS * BLOCK_Q  # relative to the first query
+        within = rows_within(begin + start, rows, S, BLOCK_Q)
         q_offsets = r * H + start * (G * R * H) + within[:, None] * (G * R * H) + dims[None, :]
         q_tile = tl.load(q + q_offsets)
         dout_tile = tl.load(dout + q_offsets)
@@ -75,13 +77,14 @@ def key_gradients_kernel(
             log_sum = tl.load(lse + r * S + start + rows)
             correction = tl.load(delta + r * S + start + rows)
         else:
-            is_query = rows < S - first - start
+            is_query = rows < S - begin - start
             log_sum = tl.load(lse + r * S + start + rows, mask=is_query, other=float("inf"))
             correction = tl.load(delta + r * S + start + rows, mask=is_query, other=0.0)
         # Scores and weights are transposed, [BLOCK_K, BLOCK_Q].
         scores = tl.dot(k_tile, q_tile.T) * SCALE
         weights = tl.exp2(scores - (log_sum * LOG2_E)[None, :])
-        weights = tl.where((start + rows)[None, :] >= columns[:, None], weights, 0.0)
+        if CAUSAL:
+            weights = tl.where((start + rows)[None, :] >= columns[:, None], weights, 0.0)
         if MASKED:
             low = tl.load(first_key + start + within) - first
             weights = tl.where(columns[:, None] >= low[None, :], weights, 0.0)
@@ -117,6 +120,7 @@ def query_gradients_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     XCDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Computes BLOCK_Q rows of dq [B, S, G, R, H] of one head; BLOCK_K divides BLOCK_Q."""
@@ -145,7 +149,7 @@ def query_gradients_kernel(
         earliest = tl.load(first_key) // BLOCK_K * BLOCK_K
         seen_by_all = tl.load(first_key + tl.minimum(BLOCK_Q, S - first) - 1)
     # As in the forward kernel, only the blocks without a mask are in a loop.
-    for i in tl.static_range(BLOCK_Q // BLOCK_K):
+    for i in tl.static_range(BLOCK_Q // BLOCK_K if CAUSAL else 0):
         start = first + i * BLOCK_K
         kept = rows_within(start, columns, S, BLOCK_Q)[:, None] * (G * H) + dims[None, :]
         k_tile = tl.load(k + start * (G * H) + kept)
@@ -156,7 +160,7 @@ def query_gradients_kernel(
             weights = tl.where((start + columns)[None, :] >= low[:, None], weights, 0.0)
         d_scores = weights * (tl.dot(dout_tile, v_tile.T) - correction[:, None])
         dq_sum = tl.dot(d_scores.to(k_tile.dtype), k_tile, dq_sum)
-    for start in tl.range(earliest, first, BLOCK_K):
+    for start in tl.range(earliest, first if CAUSAL else S, BLOCK_K):
         kept = columns[:, None] * (G * H) + dims[None, :]
         k_tile = tl.load(k + start * (G * H) + kept)
         v_tile = tl.load(v + start * (G * H) + kept)

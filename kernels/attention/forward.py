@@ -1,7 +1,9 @@
-"""Forward kernel of causal attention: a tile of queries passes over the keys that it sees, in order.
+"""Forward kernel of attention: a tile of queries passes over the keys that it sees, in order.
 
 Query i sees the keys from `first_key[i]` to i. As `first_key` never decreases, a block of queries sees one
-run of keys, and blocks outside it are skipped.
+run of keys, and blocks outside it are skipped. If not CAUSAL, the keys are another part of the sequence,
+which queries see to its end: then S is a multiple of the blocks, and the lse of a query that sees none is
+minus infinity.
 
 The scores stay in registers. The softmax is kept up to date as the keys come ("online"): a running maximum, a
 running sum, and a result that is rescaled whenever the maximum grows. Queries past the end repeat the last
@@ -36,6 +38,7 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     XCDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
@@ -70,7 +73,7 @@ def forward_kernel(
         earliest = tl.load(first_key) // BLOCK_K * BLOCK_K
         seen_by_all = tl.load(first_key + tl.minimum(BLOCK_Q, S - first) - 1)
     # The masked blocks are not in a loop: with two loops ptxas waits for each wgmma before the next.
-    for i in tl.static_range(BLOCK_Q // BLOCK_K):
+    for i in tl.static_range(BLOCK_Q // BLOCK_K if CAUSAL else 0):
         start = first + i * BLOCK_K
         inside = rows_within(start, columns, S, BLOCK_Q)  # a tile of queries may end after S
         k_tile = tl.load(k + start * (G * H) + inside[None, :] * (G * H) + dims[:, None])
@@ -81,16 +84,16 @@ def forward_kernel(
             scores = tl.where((start + columns)[None, :] >= low[:, None], scores, float("-inf"))
         # A query may see none of these keys, and its weights are then exp2(-inf - 0).
         acc, total, largest = _add_values(scores, v_tile, acc, total, largest, H, MASKED)
-    for start in tl.range(earliest, first, BLOCK_K):
+    for start in tl.range(earliest, first if CAUSAL else S, BLOCK_K):
         k_tile = tl.load(k + start * (G * H) + columns[None, :] * (G * H) + dims[:, None])
         v_tile = tl.load(v + start * (G * H) + columns[:, None] * (G * H) + dims[None, :])
         scores = tl.dot(q_tile, k_tile)
         if MASKED:  # noqa: SIM102, since it is decided at compile time
             if start < seen_by_all:
                 scores = tl.where((start + columns)[None, :] >= low[:, None], scores, float("-inf"))
-        acc, total, largest = _add_values(scores, v_tile, acc, total, largest, H, False)
+        acc, total, largest = _add_values(scores, v_tile, acc, total, largest, H, not CAUSAL)
     out += head_start(head // (G * R), head % (G * R), S, G * R * H, H) + first * (G * R * H)
-    log_total = tl.log2(total)
+    log_total = tl.log2(total if CAUSAL else tl.where(total == 0, 1.0, total))
     result = (acc * tl.exp2(-log_total)[:, None]).to(out.dtype.element_ty)  # without a division
     log_sum = (largest + log_total) * LN_2
     lse += head.to(tl.int64) * S + first

@@ -2,7 +2,7 @@
 
 The scores never reach memory. The forward pass keeps the result and, for each query, the logarithm of its sum
 of exp(scores); the backward pass recomputes the weights from them. Meshes shard the batch and the heads.
-Documents and sliding windows are one mask, `first_key`: the first key that each query sees (`first_keys`).
+Documents and sliding windows are one mask, `first_key`: the first key that each query sees.
 """
 
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from mxjax.kernels.attention import aiter, launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES
@@ -21,27 +21,6 @@ from mxjax.runtime.remat import tag_attention
 
 _QUERIES, _KEYS, _ROWS, _MASK, _SINKS = "b s g r h", "b t g h", "b g r s", "b s", "b g r"
 _WHOLE = ("s", "r", "h", "t")  # as they appear in the rules
-
-
-def first_keys(
-    starts: Bool[Array, "B S"] | None = None,
-    window: int | Int32[Array, ""] = 0,
-    *,
-    shape: tuple[int, ...] | None = None,
-) -> Int32[Array, "B S"]:
-    """Returns the first key that each query sees.
-
-    Args:
-      starts: whether a document begins at a position; no query sees an earlier document.
-      window: the number of keys that a query sees at most, itself included; 0 is all.
-      shape: (B, S), needed without `starts`.
-    """
-    sizes = starts.shape if starts is not None else shape
-    position = jax.lax.broadcasted_iota(jnp.int32, sizes, 1)
-    first = jnp.zeros(sizes, jnp.int32)
-    if starts is not None:
-        first = jax.lax.cummax(jnp.where(starts, position, 0), axis=1)
-    return jnp.where(window > 0, jnp.maximum(first, position - (window - 1)), first)
 
 
 def fused_attention(
@@ -60,7 +39,7 @@ def fused_attention(
 
     Args:
       q, k, v: bfloat16; heads of 64 or 128; any length.
-      first_key: the first key that each query sees, as from `first_keys`: between 0 and the query's own
+      first_key: the first key that each query sees, for documents and windows: between 0 and the query's own
         position, and never less than the query's before. Blocks of keys that no query of a block sees cost
         nothing. None is 0 everywhere.
       sinks: a logit of each query head that takes part in the softmax and has no value, as in gpt-oss.
@@ -114,7 +93,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array, masked:
     if len(extra) > masked:
         extra[-1] = extra[-1].reshape(b, g, n // g)
     target = current_target()
-    by_aiter = not extra and aiter.is_available(target)
+    by_aiter = aiter.is_available(target, is_plain=not extra)
     attend = _differentiable(by_aiter, target, masked, len(extra) > masked)
     return attend(q.reshape(b, s, g, n // g, h), k, v, *extra).reshape(b, s, n, h)
 

@@ -19,6 +19,9 @@ Rows = Float[Array, "B G R S"]
 Mask = Int32[Array, "B S"]
 Sinks = Float32[Array, "B G R"]
 
+BLOCK_MULTIPLE = 128
+"""Of all blocks' queries and keys."""
+
 
 def forward(
     q: Queries,
@@ -29,10 +32,12 @@ def forward(
     *,
     first_key: Mask | None = None,
     sinks: Sinks | None = None,
+    causal: bool = True,
 ) -> tuple[Queries, Rows]:
     """Returns attention's result and the natural logarithm of each query's sum of exp(scores).
 
-    The sum includes the head's sink.
+    The sum includes the head's sink. If not `causal`, queries see keys to the last, S is a multiple of
+    BLOCK_MULTIPLE, and `first_key` is given and may be S: such a query sees none.
     """
     b, s, g, r, h = q.shape
     blocks = blocks or candidates(target, h).forward[0]
@@ -42,7 +47,7 @@ def forward(
         out=[_like(q), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
         grid=grid_of("forward", q.shape, blocks),
         SINKS=sinks is not None,
-        **_launch(q, blocks, target, first_key),
+        **_launch(q, blocks, target, first_key, causal),
     )
     return out.astype(q.dtype), lse
 
@@ -58,11 +63,12 @@ def backward(
     *,
     first_key: Mask | None = None,
     sinks: Sinks | None = None,
+    causal: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of q, k, v, and of `sinks` if they are given."""
     delta = row_products(out, dout)
-    dk, dv = key_gradients(q, k, v, dout, lse, delta, target, first_key=first_key)
-    dq = query_gradients(q, k, v, dout, lse, delta, target, first_key=first_key)
+    dk, dv = key_gradients(q, k, v, dout, lse, delta, target, first_key=first_key, causal=causal)
+    dq = query_gradients(q, k, v, dout, lse, delta, target, first_key=first_key, causal=causal)
     if sinks is None:
         return dq, dk, dv
     # A sink's weight has the value 0, so only the softmax's sum passes its gradient on.
@@ -73,7 +79,7 @@ def queries_end(first_key: Mask) -> Mask:
     """Returns for each key the first later query that no longer sees it, the length if all do."""
 
     def of_sequence(row):
-        return jnp.cumsum(jnp.zeros_like(row).at[row].add(1, mode="promise_in_bounds"))
+        return jnp.cumsum(jnp.zeros_like(row).at[row].add(1, mode="drop"))
 
     return jax.vmap(of_sequence)(first_key)
 
@@ -95,6 +101,7 @@ def key_gradients(
     blocks: Blocks | None = None,
     *,
     first_key: Mask | None = None,
+    causal: bool = True,
 ) -> tuple[Keys, Keys]:
     """Returns the gradients of k and v."""
     blocks = blocks or candidates(target, q.shape[-1]).key_gradients[0]
@@ -104,7 +111,7 @@ def key_gradients(
         *_operands(q, k, v, dout, lse, delta, *mask),
         out=[_like(k), _like(v)],
         grid=grid_of("key_gradients", q.shape, blocks),
-        **_launch(q, blocks, target, first_key),
+        **_launch(q, blocks, target, first_key, causal),
     )
     return dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -120,6 +127,7 @@ def query_gradients(
     blocks: Blocks | None = None,
     *,
     first_key: Mask | None = None,
+    causal: bool = True,
 ) -> Queries:
     """Returns the gradient of q."""
     blocks = blocks or candidates(target, q.shape[-1]).query_gradients[0]
@@ -128,7 +136,7 @@ def query_gradients(
         *_operands(q, k, v, dout, lse, delta, q if first_key is None else first_key),
         out=[_like(q)],
         grid=grid_of("query_gradients", q.shape, blocks),
-        **_launch(q, blocks, target, first_key),
+        **_launch(q, blocks, target, first_key, causal),
     )
     return dq.astype(q.dtype)
 
@@ -144,12 +152,15 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32 if knobs.runtime.interpret else x.dtype)
 
 
-def _launch(q: jax.Array, blocks: Blocks, target: Target | None, first_key: Mask | None) -> dict[str, Any]:
+def _launch(
+    q: jax.Array, blocks: Blocks, target: Target | None, first_key: Mask | None, causal: bool
+) -> dict[str, Any]:
     """Returns a launch's arguments. A kernel does not read the pointers of what is not given: any will do."""
     return {
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
         "options": OPTIONS.get(table_of(target), {}),
+        "CAUSAL": causal,
         "MASKED": first_key is not None,
         **constants_of(q.shape, blocks, target),
     }

@@ -1,6 +1,6 @@
 """The ahead-of-time builds of causal attention: Llama 3.1 8B's heads, and small ones with masked tails.
 
-None has windows, documents or sinks, which run on CUDA alone.
+Some have documents, a window and sinks.
 """
 
 import dataclasses
@@ -32,6 +32,8 @@ def builds(target: Target) -> list[Build]:
         for h in HEAD_SIZES:
             blocks = getattr(candidates(target, h), which)[0]
             wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, h), blocks, target))
+        blocks = getattr(candidates(target, 64), which)[0]
+        wanted.append(_build(which, (1, max(blocks[:2]) + 21, 1, 2, 64), blocks, target, is_masked=True))
     return wanted
 
 
@@ -46,14 +48,18 @@ def candidate_builds(target: Target) -> list[Build]:
     return found
 
 
-def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target) -> Build:
-    sizes = dict(zip("bsgrh", shape, strict=True))
-    unmasked: dict[str, Any] = {"MASKED": False} | ({"SINKS": False} if which == "forward" else {})
+def _build(
+    which: str, shape: tuple[int, ...], blocks: Blocks, target: Target, is_masked: bool = False
+) -> Build:
+    sizes = dict(zip("bsgrh", shape, strict=True)) | ({"is_masked": True} if is_masked else {})
+    flags: dict[str, Any] = {"CAUSAL": True, "MASKED": is_masked}
+    flags |= {"SINKS": is_masked} if which == "forward" else {}
+    name = f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}"
     return Build(
-        name=f"attention_{which}_{'x'.join(map(str, shape))}_{'x'.join(map(str, blocks))}",
+        name=name + ("_masked" if is_masked else ""),
         kernel=_KERNELS[which],
-        signature=_signature(which, shape),
-        constants=constants_of(shape, blocks, target) | unmasked,
+        signature=_signature(which, shape, is_masked),
+        constants=constants_of(shape, blocks, target) | flags,
         grid=grid_of(which, shape, blocks),
         expected=Expected("attention", {"which": which, **sizes}, TOLERANCE),
         num_warps=blocks.warps,
@@ -62,7 +68,7 @@ def _build(which: str, shape: tuple[int, ...], blocks: Blocks, target: Target) -
     )
 
 
-def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
+def _signature(which: str, shape: tuple[int, ...], is_masked: bool) -> dict[str, Argument]:
     b, s, g, r, h = shape
     queries: Any = ((b, s, g, r, h), "bfloat16")
     keys: Any = ((b, s, g, h), "bfloat16")
@@ -72,11 +78,12 @@ def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
         "k": Argument(*keys, meaning="keys"),
         "v": Argument(*keys, meaning="values"),
     }
-    first_key = Argument((b, s), "int32", meaning="not read")
+    unread = None if is_masked else "not read"
+    first_key = Argument((b, s), "int32", meaning=unread or "the first key that each query sees")
     if which == "forward":
         inputs |= {
             "first_key": first_key,
-            "sinks": Argument((b, g, r), "float32", meaning="not read"),
+            "sinks": Argument((b, g, r), "float32", meaning=unread or "logits without a value"),
         }
         outputs = {
             "out": Argument(*queries, "output", "softmax(q @ k.T / sqrt(h)) @ v, causal"),
@@ -91,6 +98,7 @@ def _signature(which: str, shape: tuple[int, ...]) -> dict[str, Argument]:
     }
     if which == "query_gradients":
         return inputs | {"dq": Argument(*queries, "output", "gradient of q")}
-    inputs["queries_end"] = Argument((b, s), "int32", meaning="not read")
+    meaning = unread or "the first later query that does not see each key"
+    inputs["queries_end"] = Argument((b, s), "int32", meaning=meaning)
     gradients = {name: Argument(*keys, "output", f"gradient of {name[1]}") for name in ("dk", "dv")}
     return inputs | gradients

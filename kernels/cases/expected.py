@@ -197,14 +197,25 @@ def sifting_outputs(inputs: Arrays, *, batch: int, m: int, rows: int, factor: fl
     return {"still_lost": sifted(inputs["lost"]), "still_far": sifted(inputs["far"])}
 
 
-def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> Arrays:
-    """Draws q, k, v and dout, and computes lse and delta; `which` names the kernel. Nothing is masked."""
+def attention_inputs(
+    *, which: str, b: int, s: int, g: int, r: int, h: int, is_masked: bool = False
+) -> Arrays:
+    """Draws q, k, v and dout, and computes lse and delta; `which` names the kernel.
+
+    If `is_masked`, documents begin at 3 and at half the sequence, queries see 50 keys, and sinks are drawn.
+    """
     rng = np.random.default_rng(0)
     shapes = {"q": (b, s, g, r, h), "k": (b, s, g, h), "v": (b, s, g, h), "dout": (b, s, g, r, h)}
     inputs = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
     inputs |= {name: np.zeros((b, s), np.int32) for name in ("first_key", "queries_end")}
     inputs["sinks"] = np.zeros((b, g, r), np.float32)
-    forward = attention_outputs(inputs, which="forward")
+    if is_masked:
+        position = np.arange(s, dtype=np.int32)
+        starts = np.where(position >= s // 2, s // 2, np.where(position >= 3, 3, 0))
+        inputs["first_key"][:] = np.maximum(starts, position - 49)
+        inputs["queries_end"][:] = np.searchsorted(inputs["first_key"][0], position, side="right")
+        inputs["sinks"][:] = rng.standard_normal((b, g, r))
+    forward = attention_outputs(inputs, which="forward", is_masked=is_masked)
     products = forward["out"].astype(np.float64) * inputs["dout"].astype(np.float64)
     return inputs | {
         "lse": forward["lse"],
@@ -212,14 +223,17 @@ def attention_inputs(*, which: str, b: int, s: int, g: int, r: int, h: int) -> A
     }
 
 
-def attention_outputs(inputs: Arrays, *, which: str, **_: object) -> Arrays:
+def attention_outputs(inputs: Arrays, *, which: str, is_masked: bool = False, **_: object) -> Arrays:
     """Computes out and lse, dk and dv, or dq of causal attention in float64; gradients follow from lse."""
     q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
     scale, s = q.shape[-1] ** -0.5, q.shape[1]
     scores = np.einsum("bsgrh,btgh->bgrst", q, k) * scale
-    scores = np.where(np.tri(s, dtype=bool), scores, -np.inf)
+    sees = np.tri(s, dtype=bool) & (np.arange(s) >= inputs["first_key"][..., None])
+    scores = np.where(sees[:, None, None], scores, -np.inf)
     if which == "forward":
         lse = np.logaddexp.reduce(scores, axis=-1)
+        if is_masked:
+            lse = np.logaddexp(lse, inputs["sinks"].astype(np.float64)[..., None])
         out = np.einsum("bgrst,btgh->bsgrh", np.exp(scores - lse[..., None]), v)
         return {"out": out.astype(inputs["q"].dtype), "lse": lse.astype(np.float32)}
     dout = inputs["dout"].astype(np.float64)

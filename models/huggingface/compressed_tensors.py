@@ -1,46 +1,56 @@
-"""MXFP4 in the layout `mxfp4-pack-quantized` of compressed-tensors, which transformers and vLLM load.
+"""MXFP4 and NVFP4 in the layouts of compressed-tensors, which transformers and vLLM load.
 
 Matrix NAME becomes NAME.weight_packed, uint8 [out, in / 2] with element 2i in the low nibble, and
-NAME.weight_scale, uint8 [out, in / 32], E8M0 bytes.
+NAME.weight_scale: in `mxfp4-pack-quantized` uint8 [out, in / 32], E8M0 bytes; in `nvfp4-pack-quantized` E4M3
+[out, in / 16], beside NAME.weight_global_scale and, for rounded activations, NAME.input_global_scale. These
+two are float32 [1] and divide: 2688 / amax, where 2688 is 6 times 448.
 
-Source: compressed-tensors 0.20, `compressors/mxfp4` and the schemes MXFP4A16 and MXFP4 of
-`quantization/quant_scheme.py`.
+Source: compressed-tensors 0.20, `compressors` and `quantization/quant_scheme.py`.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from models.huggingface.quantized import FP4
+
 METHOD = "compressed-tensors"
-FORMAT = "mxfp4-pack-quantized"
 WEIGHT, SCALE = "weight_packed", "weight_scale"
 """The names of a matrix's two tensors."""
-_MXFP4: Mapping[str, Any] = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "group",
-    "group_size": 32,
-    "symmetric": True,
+DIVISOR, INPUT_DIVISOR = "weight_global_scale", "input_global_scale"
+"""The names of NVFP4's divisors."""
+_FORMATS: Mapping[str, FP4] = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+_FP4: Mapping[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True}
+_SCHEMES: Mapping[FP4, Mapping[str, Any]] = {
+    "mxfp4": {**_FP4, "strategy": "group", "group_size": 32},
+    "nvfp4": {**_FP4, "strategy": "tensor_group", "group_size": 16},
 }
+_INPUTS: Mapping[FP4, Mapping[str, Any]] = {
+    "mxfp4": {"dynamic": True},
+    "nvfp4": {"dynamic": "local", "observer": "static_minmax"},
+}
+_SCALE_DTYPES: Mapping[FP4, str] = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
 
 
-def configuration(excluded: Sequence[str], *, activations: bool) -> dict[str, Any]:
+def configuration(number: FP4, excluded: Sequence[str], *, activations: bool) -> dict[str, Any]:
     """Returns config.json's `quantization_config`.
 
     Args:
+      number: the weights' format.
       excluded: the linear modules that are not quantized.
-      activations: consumers round activations to MXFP4 too, as they come.
+      activations: consumers round activations too, as they come.
     """
-    stored = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    name = next(name for name, known in _FORMATS.items() if known == number)
+    scheme = {**_SCHEMES[number], **dict.fromkeys(("scale_dtype", "zp_dtype"), _SCALE_DTYPES[number])}
     group = {
         "targets": ["Linear"],
-        "weights": {**_MXFP4, "dynamic": False, **stored},
-        "input_activations": {**_MXFP4, "dynamic": True, **stored} if activations else None,
+        "weights": {**scheme, "dynamic": False},
+        "input_activations": {**scheme, **_INPUTS[number]} if activations else None,
         "output_activations": None,
-        "format": FORMAT,
+        "format": name,
     }
     return {
         "quant_method": METHOD,
-        "format": FORMAT,
+        "format": name,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(excluded),
@@ -48,18 +58,30 @@ def configuration(excluded: Sequence[str], *, activations: bool) -> dict[str, An
     }
 
 
-def check(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names the scheme, unless weights are stored in this layout."""
+def number_of(raw: Mapping[str, Any]) -> FP4:
+    """Returns the format of a `quantization_config`'s weights.
+
+    Raises:
+      ValueError: they are stored otherwise; the message names the scheme.
+    """
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError("quantization_config has no config_groups")
+    names = set()
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(weights := group.get("weights"), dict):
             raise ValueError(f"quantization_config.config_groups.{name} has no weights")
-        if (stored := group.get("format") or raw.get("format")) != FORMAT:
-            raise ValueError(f"{METHOD} format {stored!r} is not supported; {FORMAT!r} is")
-        for field, only in _MXFP4.items():
+        names.add(stored := group.get("format") or raw.get("format"))
+        if not isinstance(stored, str) or stored not in _FORMATS:
+            raise ValueError(
+                f"{METHOD} format {stored!r} is not supported; {' and '.join(map(repr, _FORMATS))} are"
+            )
+        for field, only in _SCHEMES[_FORMATS[stored]].items():
             if weights.get(field) != only:
                 raise ValueError(
-                    f"{METHOD} weights have {field} {weights.get(field)!r}; only {only!r} is MXFP4"
+                    f"{METHOD} weights have {field} {weights.get(field)!r}; "
+                    f"only {only!r} is {_FORMATS[stored].upper()}"
                 )
+    if len(names) > 1:
+        raise ValueError(f"{METHOD} checkpoints of several formats are not supported: {', '.join(names)}")
+    return _FORMATS[names.pop()]

@@ -1,26 +1,27 @@
-"""Checkpoints whose linear layers are packed in MXFP4: their layouts, and reading them as ordinary ones."""
+"""Checkpoints whose linear layers are packed in FP4: their layouts, and reading them as ordinary ones."""
 
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol
 
+import ml_dtypes
 import numpy as np
 
-from models.huggingface import compressed_tensors, quark
+from models.configs import DecoderConfig
+from models.huggingface import compressed_tensors, gpt_oss, quark
+from models.huggingface.architectures import model_type
 from models.huggingface.files import Reader, Spec
-from models.huggingface.quantized import QuantizedWeight
-from mxjax.numerics.formats import BLOCK
+from models.huggingface.quantized import FP4, QuantizedWeight
+from mxjax.numerics.float_scales import SMALLEST_TENSOR_MAX
+from mxjax.numerics.formats import E2M1, E4M3, get_format
 
-PackedFormat = Literal["mxfp4", "quark"]
+PackedFormat = Literal["mxfp4", "nvfp4", "quark"]
 
 
 class _Configuration(Protocol):
     def __call__(self, excluded: Sequence[str], *, activations: bool) -> dict[str, Any]: ...
-
-
-class _Check(Protocol):
-    def __call__(self, raw: Mapping[str, Any]) -> None: ...
 
 
 class Layout(NamedTuple):
@@ -28,37 +29,95 @@ class Layout(NamedTuple):
 
     Attributes:
       method: config.json's `quant_method`.
+      number: the weights' format.
       weight: the name that follows the module's for the packed elements.
-      scale: the name that follows the module's for the scale bytes.
+      scale: the name that follows the module's for the scales.
       configuration: returns config.json's `quantization_config`.
-      check: raises ValueError for a `quantization_config` of another scheme.
     """
 
     method: str
+    number: FP4
     weight: str
     scale: str
     configuration: _Configuration
-    check: _Check
 
-    def specs(self, name: str, shape: tuple[int, ...]) -> dict[str, Spec]:
-        """Returns the tensors that store a matrix [out, in] of the module `name`."""
+    def specs(self, name: str, shape: tuple[int, ...], *, inputs: bool = False) -> dict[str, Spec]:
+        """Returns the tensors that store a matrix [out, in] of the module `name`.
+
+        Args:
+          inputs: the divisor of NVFP4's activations is stored too.
+        """
         rows, columns = shape
-        return {
+        of_scales = "U8" if self.number == "mxfp4" else "F8_E4M3"
+        found = {
             f"{name}.{self.weight}": Spec("U8", (rows, columns // 2)),
-            f"{name}.{self.scale}": Spec("U8", (rows, columns // BLOCK)),
+            f"{name}.{self.scale}": Spec(of_scales, (rows, columns // get_format(self.number).block)),
         }
+        if self.number == "nvfp4":
+            divisors = (compressed_tensors.DIVISOR, compressed_tensors.INPUT_DIVISOR)[: 1 + inputs]
+            found |= {f"{name}.{divisor}": Spec("F32", (1,)) for divisor in divisors}
+        return found
 
-    def tensors(self, name: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
-        """Returns the values of the tensors that `specs` describes."""
-        return {f"{name}.{self.weight}": weight.packed, f"{name}.{self.scale}": weight.scales}
+    def tensors(
+        self, name: str, weight: QuantizedWeight, largest_input: float | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns the values of the tensors that `specs` describes.
+
+        Args:
+          largest_input: the largest magnitude of the module's activations, if consumers round them to NVFP4.
+        """
+        found = {f"{name}.{self.weight}": weight.packed, f"{name}.{self.scale}": weight.scales}
+        if weight.divisor is not None:
+            found[f"{name}.{self.scale}"] = weight.scales.view(ml_dtypes.float8_e4m3fn)
+            found[f"{name}.{compressed_tensors.DIVISOR}"] = np.array([weight.divisor])
+        if largest_input is not None:
+            divisor = np.array([LARGEST_NVFP4 / max(largest_input, SMALLEST_TENSOR_MAX)], np.float32)
+            found[f"{name}.{compressed_tensors.INPUT_DIVISOR}"] = divisor
+        return found
 
 
-def _layout(of: ModuleType) -> Layout:
-    return Layout(of.METHOD, of.WEIGHT, of.SCALE, of.configuration, of.check)
+class _ExpertLayout(Layout):
+    """gpt-oss's layout, whose tensors hold all experts. Every reader unpacks it, so `layout_of` does not."""
+
+    def specs(self, name: str, shape: tuple[int, ...], *, inputs: bool = False) -> dict[str, Spec]:
+        return gpt_oss.packed_specs(name, shape)
+
+    def tensors(
+        self, name: str, weight: QuantizedWeight, largest_input: float | None = None
+    ) -> dict[str, np.ndarray]:
+        return gpt_oss.packed_tensors(name, weight)
 
 
-LAYOUTS: Mapping[PackedFormat, Layout] = {"mxfp4": _layout(compressed_tensors), "quark": _layout(quark)}
-"""The formats of `export --quantize`."""
+LARGEST_NVFP4 = E2M1.max * E4M3.max
+"""2688, the largest magnitude of NVFP4 in units of the tensor's scale."""
+_MODULES: Mapping[str, ModuleType] = {m.METHOD: m for m in (compressed_tensors, quark)}
+
+
+def _compressed(number: FP4) -> Layout:
+    of = compressed_tensors
+    return Layout(of.METHOD, number, of.WEIGHT, of.SCALE, functools.partial(of.configuration, number))
+
+
+LAYOUTS: Mapping[PackedFormat, Layout] = {
+    "mxfp4": _compressed("mxfp4"),
+    "nvfp4": _compressed("nvfp4"),
+    "quark": Layout(quark.METHOD, "mxfp4", quark.WEIGHT, quark.SCALE, quark.configuration),
+}
+"""The formats of `export --quantize`, for models other than gpt-oss."""
+_GPT_OSS = _ExpertLayout(gpt_oss.METHOD, "mxfp4", gpt_oss.BLOCKS, gpt_oss.SCALES, gpt_oss.configuration)
+
+
+def layout_for(config: DecoderConfig, name: PackedFormat | Literal["gguf"]) -> Layout | None:
+    """Returns the layout in which `export --quantize` packs a model; None for GGUF's, a file of its own.
+
+    Raises:
+      ValueError: it is gpt-oss, whose own layout is that of MXFP4.
+    """
+    if model_type(config) != "gpt_oss":
+        return None if name == "gguf" else LAYOUTS[name]
+    if name != "mxfp4":
+        raise ValueError(f"--quantize {name} does not take gpt-oss's experts; leave it out, or use mxfp4")
+    return _GPT_OSS
 
 
 def layout_of(raw: Mapping[str, Any]) -> Layout | None:
@@ -72,31 +131,33 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | None:
     method = given.get("quant_method") if isinstance(given, dict) else None
     if raw.get("model_type") == "gpt_oss" and method == "mxfp4":  # its experts, which every reader unpacks
         return None
-    layout = next((layout for layout in LAYOUTS.values() if layout.method == method), None)
-    if layout is None:
-        known = " and ".join(repr(layout.method) for layout in LAYOUTS.values())
+    if not isinstance(method, str) or method not in _MODULES:
+        known = " and ".join(map(repr, _MODULES))
         raise ValueError(
-            f"config.json: quantization_config has quant_method {method!r}; only MXFP4 of {known} is imported"
+            f"config.json: quantization_config has quant_method {method!r}; only FP4 of {known} is imported"
         )
     try:
-        layout.check(given)
+        number = _MODULES[method].number_of(given)
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from None
-    return layout
+    return next(found for found in LAYOUTS.values() if (found.method, found.number) == (method, number))
 
 
 class PackedReader(Reader):
-    """A `Reader` that shows each packed matrix as NAME.weight in bfloat16, which holds MXFP4 exactly."""
+    """A `Reader` that shows each packed matrix as NAME.weight.
+
+    It shows MXFP4 in bfloat16, which holds its values exactly, and NVFP4 in float32.
+    """
 
     def __init__(self, folder: pathlib.Path, layout: Layout):
         """Opens the files.
 
         Raises:
-          ValueError: as of `Reader`; or packed elements and scales do not belong together.
+          ValueError: as of `Reader`; or the tensors of a packed matrix do not belong together.
         """
         super().__init__(folder)
         self._layout = layout
-        self._packed: set[str] = set()
+        self._packed: dict[str, list[str]] = {}
         try:
             for name in [n for n in self.specs if n.endswith(f".{layout.scale}")]:
                 self._join(name.removesuffix(f".{layout.scale}"))
@@ -109,24 +170,21 @@ class PackedReader(Reader):
         module = name.removesuffix(".weight")
         if module not in self._packed:
             return super().read(name)
-        parts = (super(PackedReader, self).read(f"{module}.{part}") for part in self._names)
-        return QuantizedWeight.unpacked(*parts).values()
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        return self._layout.weight, self._layout.scale
+        packed, scales, *divisor = (super(PackedReader, self).read(n) for n in self._packed[module])
+        return QuantizedWeight.unpacked(packed, scales.view(np.uint8), *(d[0] for d in divisor)).values()
 
     def _join(self, module: str) -> None:
         """Replaces the specs of a packed matrix by that of the matrix."""
-        names = [f"{module}.{part}" for part in self._names]
-        weight, scale = (self.specs.pop(name, None) for name in names)
-        rows, half = weight.shape if weight and len(weight.shape) == 2 else (0, 0)
-        wanted = self._layout.specs(module, (rows, 2 * half))
-        if not rows or half % (BLOCK // 2) or [weight, scale] != [wanted[name] for name in names]:
-            raise ValueError(
-                f"{names[0]} is {weight and [weight.dtype, *weight.shape]} and {names[1]} "
-                f"{scale and [scale.dtype, *scale.shape]}; "
-                f"MXFP4 has U8 [out, in / 2] and U8 [out, in / {BLOCK}]"
-            )
-        self.specs[f"{module}.weight"] = Spec("BF16", (rows, 2 * half))
-        self._packed.add(module)
+        layout = self._layout
+        shape = getattr(self.specs.get(f"{module}.{layout.weight}"), "shape", ())
+        rows, half = shape if len(shape) == 2 else (0, 0)
+        wanted = layout.specs(module, (rows, 2 * half))
+        found = {name: self.specs.pop(name, None) for name in wanted}
+        self.specs.pop(f"{module}.{compressed_tensors.INPUT_DIVISOR}", None)  # for consumers of activations
+        if not rows or 2 * half % get_format(layout.number).block or found != wanted:
+            given = ", ".join(f"{n} is {spec and [spec.dtype, *spec.shape]}" for n, spec in found.items())
+            names = ("[out, in / 2]", f"[out, in / {get_format(layout.number).block}]", "[1]")
+            right = zip((spec.dtype for spec in wanted.values()), names, strict=False)
+            raise ValueError(f"{given}; {layout.number.upper()} has {', '.join(map(' '.join, right))}")
+        self.specs[f"{module}.weight"] = Spec("BF16" if layout.number == "mxfp4" else "F32", (rows, 2 * half))
+        self._packed[module] = list(wanted)

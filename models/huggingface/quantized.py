@@ -1,12 +1,12 @@
-"""The weights that the Fprop multiplies, as MXFP4 codes and scale bytes by Hugging Face's names.
+"""The weights that the Fprop multiplies, as FP4 codes and scale bytes by Hugging Face's names.
 
 A layer whose policy rounds its weight in the Fprop gives exactly the values that the Fprop multiplies. Blocks
-of several rows, or longer than 32, repeat their scale. One layer is quantized at a time.
+of several rows, or longer than the format's, repeat their scale. One layer is quantized at a time.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ import numpy as np
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig
-from models.gemms import LINEAR_LAYERS, linear_weights
-from models.huggingface.architectures import shape_of, views
-from mxjax import Operand
+from models.huggingface.architectures import model_type, shape_of, views
+from mxjax import Gemm, Operand
 from mxjax.numerics.blocks import spread
-from mxjax.numerics.formats import BLOCK
+from mxjax.numerics.formats import get_format
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy.layers import LayerPolicies
 
@@ -31,106 +30,162 @@ _MATRICES = {
     "mlp.down": ("mlp.down_proj",),
 }
 """Hugging Face's names of the matrices in each of our layers."""
+_GPT_OSS = {"mlp.gate_up": ("mlp.experts.gate_up_proj",), "mlp.down": ("mlp.experts.down_proj",)}
+"""Those of gpt-oss, whose experts share a tensor and alone are packed."""
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+"""The module of experts that have matrices of their own, and the names of gate, up and down."""
+
+
+FP4 = Literal["mxfp4", "nvfp4"]
+"""The formats of packed weights, as `mxjax.FORMATS` names them."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix in MXFP4.
+    """A matrix in MXFP4 or NVFP4, or those of all experts, with an axis before.
 
     Attributes:
       codes: uint8 [out, in], an E2M1 code from 0 to 15 in each byte.
-      scales: uint8 [out, in / 32], E8M0 bytes.
+      scales: uint8 [out, in / 32], E8M0 bytes; or [out, in / 16], E4M3 bytes of NVFP4.
+      divisor: NVFP4's float32 divisor of the scales, the inverse of the tensor's scale; None in MXFP4.
     """
 
     codes: np.ndarray
     scales: np.ndarray
+    divisor: np.float32 | None = None
 
     @property
     def packed(self) -> np.ndarray:
         """The codes in uint8 [out, in / 2], with element 2i in the low nibble."""
-        return self.codes[:, ::2] | (self.codes[:, 1::2] << 4)
+        return self.codes[..., ::2] | (self.codes[..., 1::2] << 4)
 
     @classmethod
-    def unpacked(cls, packed: np.ndarray, scales: np.ndarray) -> "QuantizedWeight":
+    def unpacked(
+        cls, packed: np.ndarray, scales: np.ndarray, divisor: np.float32 | None = None
+    ) -> "QuantizedWeight":
         """Inverts `packed`."""
         codes = np.stack([packed & 15, packed >> 4], axis=-1)
-        return cls(codes.reshape(len(packed), -1), scales)
+        return cls(codes.reshape(*packed.shape[:-1], -1), scales, divisor)
 
     def values(self) -> np.ndarray:
-        """Returns the values in float32 [out, in], which are exact; scale byte 255 is NaN."""
+        """Returns the values in float32 [out, in]: exact in MXFP4, rounded once in NVFP4.
+
+        Special values: NaN where the scale is NaN.
+        """
         elements = self.codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-        exponents = np.repeat(self.scales.astype(np.int32) - 127, BLOCK, axis=-1)
-        nan = np.repeat(self.scales == 255, BLOCK, axis=-1)
+        scales = np.repeat(self.scales, elements.shape[-1] // self.scales.shape[-1], axis=-1)
+        if self.divisor is not None:
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # of damaged files
+                return elements * scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / self.divisor
+        nan = scales == 255
         with np.errstate(over="ignore"):  # the largest scale times 6 is infinite
-            return np.where(nan, np.float32(np.nan), np.ldexp(elements, np.where(nan, 0, exponents)))
+            exponents = np.where(nan, 0, scales.astype(np.int32) - 127)
+            return np.where(nan, np.float32(np.nan), np.ldexp(elements, exponents))
 
 
 def choose_operands(
-    config: DecoderConfig, layers: LayerPolicies | None, rule: ScaleRule | None
+    config: DecoderConfig, layers: LayerPolicies | None, rule: ScaleRule | None, number: FP4 = "mxfp4"
 ) -> tuple[dict[str, Operand], str]:
     """Returns how to quantize the weights, by the names of our layers, and a line that says so.
 
-    Layers whose Fprop multiplies weights in MXFP4 are quantized as it does. If there are none, all linear
-    layers of the blocks are rounded to nearest.
+    Layers whose Fprop multiplies weights in this format are quantized as it does. If there are none, all
+    linear layers of the blocks are rounded to nearest.
 
     Args:
       layers: the run's policies at the exported step; None for weights that were imported.
-      rule: the scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
+      rule: MXFP4's scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
+      number: the format.
     Raises:
-      ValueError: the Fprop multiplies weights that MXFP4 does not represent, and `rule` is None.
+      ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or, in
+        this format, those of one of the two layers of gpt-oss's experts alone.
     """
-    if config.experts is not None:
-        raise ValueError("--quantize packs the linear layers of dense models; leave it out for experts")
+    packed, own = tuple(_matrices(config)), model_type(config) == "gpt_oss"
     found = {
         name: policy.fprop
         for name, policy in (layers.items() if layers else ())
-        if policy.fprop.rhs.format == "mxfp4"
-        and name.endswith(LINEAR_LAYERS if config.tied else (*LINEAR_LAYERS, "head"))
+        if policy.fprop.rhs.format == number
+        and name.endswith(packed if config.tied or own else (*packed, "head"))
     }
+    if own and (rest := [n for n in found if _other_layer(n) not in found]):
+        raise ValueError(
+            f"--quantize: the Fprop rounds {rest[0]} to MXFP4 and {_other_layer(rest[0])} not; "
+            "gpt-oss's layout packs both or neither"
+        )
     if not found:
-        rule = rule or "floor"
-        names = [f"blocks.{i}.{name}" for i in range(config.n_layers) for name in LINEAR_LAYERS]
-        line = f"no Fprop of the run rounds weights to MXFP4: rounded to nearest now, scale rule {rule}"
-        return dict.fromkeys(names, Operand(scale_rule=rule)), line
+        operand = Operand(number, scale_rule=rule or "floor")
+        names = [f"blocks.{i}.{name}" for i in range(config.n_layers) for name in packed]
+        line = f"no Fprop of the run rounds weights to {number.upper()}: rounded to nearest now"
+        line += f", scale rule {operand.scale_rule}" if number == "mxfp4" else ""
+        return dict.fromkeys(names, operand), line
     if rule is not None:
         line = f"weights rounded to nearest by scale rule {rule}, not as the run's Fprop did"
         return dict.fromkeys(found, Operand(scale_rule=rule)), line
     for name, gemm in found.items():
-        block, rhs = gemm.rhs.block_shape, gemm.rhs
-        length = BLOCK if block is None else block[1] if isinstance(block, tuple) else block
-        problems = {
-            f"rotates weights by {gemm.rotation}, so consumers must rotate activations": gemm.rotation,
-            "rounds weights stochastically": rhs.rounding != "nearest",
-            f"divides weights by the prescale {rhs.prescale}": rhs.prescale,
-            f"has blocks of {length}": length % BLOCK,
-        }
-        if why := next((text for text, holds in problems.items() if holds), None):
-            raise ValueError(
-                f"--quantize: the Fprop of {name} {why}, which no format holds; "
-                "add --scale-rule floor to round the unrotated weights to nearest instead"
-            )
-    tied = config.tied and layers and layers["head"].fprop.rhs.format == "mxfp4"
+        _check_representable(name, gemm)
+    tied = config.tied and layers and layers["head"].fprop.rhs.format == number
     rest = "; the head, tied to the embedding, is not quantized" if tied else ""
     rules = ", ".join(sorted({gemm.rhs.scale_rule for gemm in found.values()}))
-    return {
-        name: gemm.rhs for name, gemm in found.items()
-    }, f"weights as the run's Fprop, scale rule {rules}{rest}"
+    line = "weights as the run's Fprop" + (f", scale rule {rules}" if number == "mxfp4" else "")
+    return {name: gemm.rhs for name, gemm in found.items()}, line + rest
 
 
-def names_of(operands: Mapping[str, Operand]) -> list[str]:
-    """Returns Hugging Face's names of the matrices that `operands` quantize, without `.weight`."""
-    found = []
-    for name in operands:
+def _check_representable(name: str, gemm: Gemm) -> None:
+    """Raises ValueError unless packed files hold the weights that the Fprop of a layer multiplies."""
+    rhs, block, unit = gemm.rhs, gemm.rhs.block_shape, get_format(gemm.rhs.format).block
+    length = unit if block is None else block[1] if isinstance(block, tuple) else block
+    problems = {
+        f"rotates weights by {gemm.rotation}, so consumers must rotate activations": gemm.rotation,
+        "rounds weights stochastically": rhs.needs_key,
+        f"divides weights by the prescale {rhs.prescale}": rhs.prescale,
+        f"has blocks of {length}": length % unit,
+    }
+    if why := next((text for text, holds in problems.items() if holds), None):
+        instead = "--scale-rule floor" if rhs.format == "mxfp4" else "--quantize mxfp4"
+        raise ValueError(
+            f"--quantize: the Fprop of {name} {why}, which no format holds; "
+            f"use {instead} to round the unrotated weights to nearest instead"
+        )
+
+
+def _matrices(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
+    """Returns Hugging Face's names of the matrices that are packed, by our layers."""
+    if config.experts is None:
+        return _MATRICES
+    if (kind := model_type(config)) == "gpt_oss":
+        return _GPT_OSS
+    module, names = _EXPERTS[kind]
+    of_experts = [[f"{module}.experts.{j}.{name}" for name in names] for j in range(config.experts.n)]
+    gate_up = tuple(name for gate, up, _ in of_experts for name in (gate, up))
+    return _MATRICES | {"mlp.gate_up": gate_up, "mlp.down": tuple(down for _, _, down in of_experts)}
+
+
+def _other_layer(name: str) -> str:
+    """Returns the name of the other layer of a block's experts."""
+    block, _, layer = name.rpartition(".")
+    return f"{block}.{'down' if layer == 'gate_up' else 'gate_up'}"
+
+
+def names_of(config: DecoderConfig, layers: Iterable[str]) -> list[str]:
+    """Returns Hugging Face's names of the matrices in our layers, without `.weight`."""
+    found, matrices = [], _matrices(config)
+    for name in layers:
         _, _, rest = name.partition("blocks.")
         block, _, layer = rest.partition(".")
-        found += [f"model.layers.{block}.{matrix}" for matrix in _MATRICES[layer]] if rest else ["lm_head"]
+        found += [f"model.layers.{block}.{matrix}" for matrix in matrices[layer]] if rest else ["lm_head"]
     return found
 
 
 def names_of_others(config: DecoderConfig, operands: Mapping[str, Operand]) -> list[str]:
-    """Returns Hugging Face's names of the linear modules that `operands` do not quantize."""
-    matrices = [matrix for found in _MATRICES.values() for matrix in found]
-    every = [f"model.layers.{i}.{matrix}" for i in range(config.n_layers) for matrix in matrices]
-    packed = set(names_of(operands))
+    """Returns Hugging Face's names of the linear modules, or modules of experts, that are not quantized."""
+    blocks = range(config.n_layers)
+    if model_type(config) == "gpt_oss":
+        return [f"model.layers.{i}.mlp.experts" for i in blocks if f"blocks.{i}.mlp.down" not in operands]
+    matrices = [matrix for found in _matrices(config).values() for matrix in found]
+    matrices += [f"{_EXPERTS[model_type(config)][0]}.gate"] if config.experts else []
+    packed = set(names_of(config, operands))
+    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices]
     return [name for name in (*every, "lm_head") if name not in packed]
 
 
@@ -140,28 +195,34 @@ def quantized_weights(
     """Yields the matrices that `operands` quantize, by Hugging Face's names without `.weight`.
 
     Raises:
-      ValueError: a matrix has an input that is no multiple of 32, or holds NaN or infinity.
+      ValueError: a matrix has an input that is no multiple of the block, or holds NaN or infinity.
     """
     one = dataclasses.replace(config, n_layers=1, windows=config.windows[:1])
     for i in range(config.n_layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], params["blocks"])
-        chosen = {name: operands.get(f"blocks.{i}.{name}") for name in LINEAR_LAYERS}
-        parts = {n: _quantize(f"blocks.{i}.{n}", w[0], chosen[n]) for n, w in linear_weights(block).items()}
+        parts = {}
+        for layer in _matrices(config):
+            if operand := operands.get(f"blocks.{i}.{layer}"):
+                module, matrix = layer.split(".")
+                parts[layer] = _quantize(f"blocks.{i}.{layer}", block[module][matrix][0], operand)
         codes, scales = (
             views(one, dict(params) | {"blocks": _with_weights(block, parts, part)}) for part in (0, 1)
         )
-        for layer in LINEAR_LAYERS:
-            for matrix in _MATRICES[layer] if chosen[layer] else ():
-                view = f"model.layers.0.{matrix}.weight"
-                yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view])
+        for layer, (_, _, divisor) in parts.items():
+            for matrix in _matrices(config)[layer]:
+                view = f"model.layers.0.{matrix}{'.weight' * (model_type(config) != 'gpt_oss')}"
+                yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view], divisor)
     if operand := operands.get("head"):
-        codes, scales = _quantize("head", params["head"], operand)
-        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T)
+        codes, scales, divisor = _quantize("head", params["head"], operand)
+        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T, divisor)
 
 
-def _weight(name: str, codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
-    shape = shape_of(name, codes)
-    return QuantizedWeight(codes.reshape(shape), scales.reshape(shape)[:, ::BLOCK])
+def _weight(name: str, codes: np.ndarray, scales: np.ndarray, divisor: np.float32 | None) -> QuantizedWeight:
+    shape, block = shape_of(name, codes), get_format("mxfp4" if divisor is None else "nvfp4").block
+    codes, scales = (part.reshape(shape) for part in (codes, scales))
+    if not name.endswith(".weight"):  # gpt-oss's experts are [expert, in, out]
+        codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    return QuantizedWeight(codes, scales[..., ::block], divisor)
 
 
 def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int) -> dict[str, Any]:
@@ -173,16 +234,18 @@ def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int)
     return found
 
 
-def _quantize(name: str, w: np.ndarray, operand: Operand | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the codes of w [in, out], and the scale byte of each element; w itself without an operand."""
-    if operand is None:
-        return w, w
-    if w.shape[0] % BLOCK:
-        raise ValueError(f"--quantize needs inputs in multiples of {BLOCK}; those of {name} are {w.shape[0]}")
+def _quantize(name: str, w: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray, np.float32 | None]:
+    """Returns the codes of w [..., in, out], the scale byte of each element, and NVFP4's divisor or None."""
+    block = get_format(operand.format).block
+    if w.shape[-2] % block:
+        raise ValueError(
+            f"--quantize needs inputs in multiples of {block}; those of {name} are {w.shape[-2]}"
+        )
     q = mxjax.quantize(jnp.asarray(w), operand, axis=-2)
     assert q.scales is not None
-    scales = np.asarray(q.scales).view(np.uint8)
-    if (scales == 255).any():
-        raise ValueError(f"{name} holds NaN or infinity, which MXFP4 checkpoints cannot represent")
+    if not np.isfinite(np.asarray(q.scales).astype(np.float32)).all():
+        raise ValueError(f"{name} holds NaN or infinity, which FP4 checkpoints cannot represent")
     codes = np.asarray(q.elements).view(np.uint8) & 15
-    return codes, np.asarray(spread(jnp.asarray(scales), w.shape, q.block_shape, q.axis))
+    scales = spread(jnp.asarray(np.asarray(q.scales).view(np.uint8)), w.shape, q.block_shape, q.axis)
+    divisor = None if q.tensor_scale is None else np.float32(1 / np.float64(q.tensor_scale))
+    return codes, np.asarray(scales), divisor

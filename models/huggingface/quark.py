@@ -9,6 +9,8 @@ Source: AMD's checkpoints that Quark 0.9 exported; vLLM, `quantization/quark/qua
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from models.huggingface.quantized import FP4
+
 METHOD = "quark"
 WEIGHT, SCALE = "weight", "weight_scale"
 """The names of a matrix's two tensors."""
@@ -65,8 +67,12 @@ def configuration(excluded: Sequence[str], *, activations: bool) -> dict[str, An
     }
 
 
-def check(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names the scheme, unless weights are stored in this layout."""
+def number_of(raw: Mapping[str, Any]) -> FP4:
+    """Returns the format of a `quantization_config`'s weights, "mxfp4".
+
+    Raises:
+      ValueError: they are stored otherwise; the message names the scheme.
+    """
     for field in ("layer_quant_config", "layer_type_quant_config"):
         if raw.get(field):
             raise ValueError(f"{METHOD} checkpoints with {field} are not supported")
@@ -81,3 +87,4 @@ def check(raw: Mapping[str, Any]) -> None:
     packing = export.get("pack_method") if isinstance(export, dict) else None
     if packing not in (None, "reorder"):
         raise ValueError(f"{METHOD} pack_method {packing!r} is not supported; 'reorder' is")
+    return "mxfp4"

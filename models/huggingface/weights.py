@@ -17,47 +17,11 @@ from models import decoder
 from models.configs import DecoderConfig
 from models.huggingface.architectures import largest_tensors, shape_of, views
 from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
-from models.huggingface.quantized import QuantizedWeight
-from mxjax.numerics.formats import BLOCK
+from models.huggingface.gpt_oss import read_tensor, unpacked
 
 _IMPORTED = ("F32", "BF16", "F16")
 _SHOWN = 8  # problems listed in an error message
 _EMBEDDING = "model.embed_tokens.weight"
-_BLOCKS, _SCALES = "_blocks", "_scales"
-
-
-def unpacked(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Returns the specs with one of bfloat16 [..., in, out] for each pair of MXFP4 blocks and scales.
-
-    The blocks are [..., out, in / 32, 16], as in gpt-oss.
-    """
-    found = {name: spec for name, spec in specs.items() if _base(name, specs) is None}
-    for name, spec in specs.items():
-        if (base := _base(name, specs)) and name.endswith(_BLOCKS):
-            *batch, out, blocks, _ = spec.shape
-            found[base] = Spec("BF16", (*batch, blocks * BLOCK, out))
-    return found
-
-
-def _base(name: str, specs: Mapping[str, Spec]) -> str | None:
-    """Returns the name of the tensor that MXFP4 blocks or scales belong to; None for other tensors."""
-    base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
-    blocks, scales = specs.get(base + _BLOCKS), specs.get(base + _SCALES)
-    if base == name or blocks is None or scales is None:
-        return None
-    is_pair = blocks.dtype == scales.dtype == "U8" and blocks.shape == (*scales.shape, BLOCK // 2)
-    return base if is_pair and len(blocks.shape) > 2 else None
-
-
-def read_tensor(reader: Reader, name: str) -> np.ndarray:
-    """Returns a tensor, exactly what MXFP4 blocks and scales stand for if there is such a pair."""
-    if name in reader.specs:
-        return reader.read(name)
-    blocks, scales = reader.read(name + _BLOCKS), reader.read(name + _SCALES)
-    *rows, columns = scales.shape
-    packed = blocks.reshape(-1, columns * BLOCK // 2)
-    values = QuantizedWeight.unpacked(packed, scales.reshape(-1, columns)).values()
-    return values.reshape(*rows, -1).swapaxes(-1, -2)
 
 
 def check_tensors(specs: Mapping[str, Spec], config: DecoderConfig) -> None:

@@ -23,7 +23,7 @@ MAX_TOKENS = 2048
 
 
 class Amax(NamedTuple):
-    """The largest magnitude of each tensor of a linear layer."""
+    """The largest magnitude of each tensor of a linear layer; a slot of it is filled with these alone."""
 
     x: Float32[Array, "*layers"]
     w: Float32[Array, "*layers"]
@@ -66,7 +66,11 @@ def measure(
 ) -> Measures:
     """Returns the measures of `dot(x, w, policy=...)` with the output gradient dy."""
     errors = gemms(x, w, dy, policy=policy, key=key, implementation=implementation)
-    return Measures(errors, Amax(*(jnp.max(jnp.abs(t.astype(jnp.float32))) for t in (x, w, dy))))
+    return Measures(errors, _amax(x, w, dy))
+
+
+def _amax(x, w, dy, *_) -> Amax:
+    return Amax(*(jnp.max(jnp.abs(t.astype(jnp.float32))) for t in (x, w, dy)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -77,15 +81,15 @@ def probe(
     x: Float[Array, "*batch d_in"],
     w: Float[Array, "d_in d_out"],
     key: jax.Array | None,
-    slot: Measures | Tensors,
+    slot: Measures | Tensors | Amax,
 ) -> Float[Array, "*batch d_out"]:
     """Returns y, the product of x and w; the gradient of `slot` is what it takes from its three GEMMs."""
     return y
 
 
 def _probe_fwd(policy, implementation, y, x, w, key, slot):
-    take = jax.tree_util.Partial(_take_tensors if isinstance(slot, Tensors) else measure)
-    return y, (x, w, key, take)
+    takes = {Tensors: _take_tensors, Amax: _amax, Measures: measure}
+    return y, (x, w, key, jax.tree_util.Partial(takes[type(slot)]))
 
 
 def _probe_bwd(policy, implementation, residuals, dy):
@@ -106,6 +110,7 @@ def make_layer_stats(
     seed: int,
     tokens_a_step: int,
     batch_parts: int = 1,
+    unit: int = 1,
     compiler_options: dict[str, Any] | None = None,
 ):
     """Returns a jitted function `layer_stats(params, batch, step)`, which returns every probe's measures.
@@ -119,13 +124,14 @@ def make_layer_stats(
       seed: the run's seed.
       tokens_a_step: number of tokens over which a step takes the mean.
       batch_parts: number of the batch's shards on the mesh; each gets equally many sequences.
+      unit: number of tokens of which a sequence must have a multiple.
       compiler_options: `jax.jit`'s; the products are also multiplied in float32.
     """
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
     def layer_stats(params, batch, step):
         key = jax.random.fold_in(jax.random.key(seed), step)
-        length = min(batch.shape[1] - 1, max(1, MAX_TOKENS // batch_parts))
+        length = max(min(batch.shape[1] - 1, MAX_TOKENS // batch_parts) // unit, 1) * unit
         part = batch[: max(1, MAX_TOKENS // (length * batch_parts)) * batch_parts, : length + 1]
 
         def loss(filled):

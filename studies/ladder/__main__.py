@@ -1,6 +1,7 @@
 """Runs and reports the study of the paper's ladder.
 
     python -m studies.ladder run ladder-60m --out DIR --minutes 25
+    python -m studies.ladder run FILE.json --out DIR --seeds 8-15    # a study of your own, see ladder/own.py
     python -m studies.ladder report DIR --add    # adds finished runs, and writes docs/study.md and its tables
     python -m studies.ladder report --check      # fails if they are not what the committed runs give
     python -m studies.ladder report DIR          # prints the tables of other runs
@@ -13,6 +14,7 @@ that is not expected to end in time; runs of a size that none has timed yet may 
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from typing import Annotated
 
 import tyro
 
-from studies.ladder import recipes_page, report
+from studies.ladder import own, recipes_page, report
 from studies.ladder import train as runner
 from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
@@ -40,12 +42,14 @@ def run(
     workers: int = 1,
     commit: str | None = None,
     cells: str = "*",
-    seeds: int | None = None,
+    seeds: str | None = None,
+    model_config: pathlib.Path | None = None,
 ) -> None:
     """Trains the missing runs of a study.
 
     Args:
-      study: name in `studies.ladder.studies.STUDIES`, or several joined by commas, in that order.
+      study: name in `studies.ladder.studies.STUDIES`, or several joined by commas, in that order; or a file
+        of cells, NAME.json, whose table is printed at the end, see `studies.ladder.own`.
       out: folder of the runs' JSON files; other studies may share it.
       data: prefix of the tokenized dataset to train on, as `python -m training.tokenize` writes it.
       eval_data: prefix of the dataset to evaluate on; default, likewise.
@@ -54,37 +58,64 @@ def run(
       workers: processes that share the cells, each on its own GPU of CUDA_VISIBLE_DEVICES, or of all.
       commit: commit for the record; default, the checkout's.
       cells: pattern of the names of the cells to train, such as "wgrad.floor.*".
-      seeds: seeds of each cell; default, the study's.
+      seeds: number of seeds of each cell, or the seeds themselves, as 8-15; default, the study's, or four.
+      model_config: shape of the model instead of the study's, as for train.py: a JSON file with the fields of
+        Hugging Face's config.json or of DecoderConfig.
     """
     with input_errors():
-        names = study.split(",")
-        if unknown := [name for name in names if name not in STUDIES]:
-            raise ValueError(f"unknown study {', '.join(unknown)}; the studies are {', '.join(STUDIES)}")
-        if workers < 1 or not (minutes is None or minutes > 0) or not (seeds is None or seeds > 0):
-            raise ValueError(
-                f"--workers, --minutes and --seeds are positive, got {workers}, {minutes} and {seeds}"
-            )
+        if workers < 1 or not (minutes is None or minutes > 0):
+            raise ValueError(f"--workers and --minutes are positive, got {workers} and {minutes}")
+        studies = {name: _cells_of(name, seeds, model_config) for name in study.split(",")}
         if workers > 1:
             sys.exit(_run_workers(workers))
         enable_compilation_cache()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         commit = commit or runner.current_commit()
         try:
-            for name in names:
-                settings = runner.Settings(
-                    name, absolute_path(out), data, eval_data, vocab_size, commit, deadline
-                )
-                chosen = [_with_seeds(cell, seeds) for cell in matching(STUDIES[name], cells)]
-                if not runner.run_cells(chosen, settings):
+            for name, all_cells in studies.items():
+                folder = absolute_path(out)
+                record_name = name.removesuffix(".json").rpartition("/")[2]
+                settings = runner.Settings(record_name, folder, data, eval_data, vocab_size, commit, deadline)
+                if name not in STUDIES:
+                    own.check_same(all_cells, folder)
+                if not runner.run_cells(matching(all_cells, cells), settings):
                     break
                 print(f"{name}: no run is missing, or other processes train the rest")
+                if name not in STUDIES:
+                    print(own.summary(all_cells, folder))
         except KeyboardInterrupt:
             sys.exit("interrupted; the same command trains what is missing")
 
 
-def _with_seeds(cell: Cell, seeds: int | None) -> Cell:
-    """Returns the cell with at most so many seeds."""
-    return dataclasses.replace(cell, seeds=min(cell.seeds, seeds or cell.seeds))
+def _cells_of(study: str, seeds: str | None, model_config: pathlib.Path | None) -> tuple[Cell, ...]:
+    """Returns the cells of a study, or of a file of cells, with these seeds and this model.
+
+    Raises:
+      ValueError: there is no such study, or a file or the seeds are wrong.
+    """
+    if study not in STUDIES and not study.endswith(".json"):
+        raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, or a file, NAME.json")
+    is_file = study not in STUDIES
+    cells = own.read_study(absolute_path(study)) if is_file else STUDIES[study]
+    if model_config is not None:
+        cells = tuple(own.with_model(cell, absolute_path(model_config)) for cell in cells)
+    if seeds is None:
+        return cells
+    wanted = _seeds(seeds)
+    if isinstance(wanted, range):
+        return tuple(dataclasses.replace(c, first=wanted.start, seeds=len(wanted)) for c in cells)
+    return tuple(dataclasses.replace(c, seeds=wanted if is_file else min(c.seeds, wanted)) for c in cells)
+
+
+def _seeds(text: str) -> int | range:
+    """Returns the number of seeds, or the seeds themselves, that --seeds names."""
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
+    count = int(found[1]) if found else 0
+    if found and found[2] and int(found[2]) >= count:
+        return range(count, int(found[2]) + 1)
+    if not count or (found and found[2]):
+        raise ValueError(f"--seeds takes their number, as 8, or the first and the last, as 8-15; got {text}")
+    return count
 
 
 def _run_workers(count: int) -> int:

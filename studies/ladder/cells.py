@@ -6,16 +6,20 @@ GEMMs (or `even-even-floor` for Fprop, Dgrad and Wgrad), the model and the proto
 
 import dataclasses
 import functools
+import pathlib
 import types
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
+from models.config_file import load_config
+from models.configs import DecoderConfig, get_config
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import OPERANDS, Policy, map_operands, with_scale_rule
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from studies.ladder.kinds import BESIDE, KINDS
+from training.policy_source import load_policy
 
 Bits = Literal["fresh", "frozen", "third"]
 
@@ -64,6 +68,8 @@ class Cell:
     Attributes:
       rules: a scale rule, or one for each GEMM joined by "-", or "" for the policy's own.
       seeds, first: number of seeds, and the first of them.
+      recipe, training: the recipe and the protocol that these names stand for in a study of a file.
+      model_config: the file of the model, if it is none of models/configs.py.
     """
 
     policy: str
@@ -72,6 +78,9 @@ class Cell:
     protocol: str
     seeds: int
     first: int = 0
+    recipe: RunRecipe | None = None
+    training: Protocol | None = None
+    model_config: pathlib.Path | None = None
 
     @property
     def seed_numbers(self) -> range:
@@ -159,6 +168,17 @@ PROTOCOLS: Mapping[str, Protocol] = types.MappingProxyType(_protocols())
 MAIN_PROTOCOLS = ("decay", "tuned-60m", "tuned-125m", "tuned-350m", "constant-60m", "tiny")
 """The protocols that are no variation of another one in rate, length, batch or model."""
 
+
+def protocol_of(cell: Cell) -> Protocol:
+    """Returns the cell's protocol."""
+    return cell.training or PROTOCOLS[cell.protocol]
+
+
+def model_of(cell: Cell) -> DecoderConfig:
+    """Returns the shape of the cell's model."""
+    return get_config(cell.model) if cell.model_config is None else load_config(cell.model_config)
+
+
 WGRAD_ONLY = "only_"
 UNIFORM = "e1m2_"
 
@@ -170,8 +190,10 @@ def policy_of(cell: Cell) -> Policy:
     The names are those of `mxjax.policies()` and of `studies.ladder.kinds`, `only_KIND` for every kind of
     Wgrad (Wgrad in MXFP4, the other two GEMMs in FP8), and `e1m2_NAME` for a policy of the ladder on a
     uniform grid instead of E2M1. The policy of a recipe of whole runs (`mxjax.recipes.whole_runs`) is that of
-    its first steps, of layers without exceptions.
+    its first steps, of layers without exceptions, and so is that of a study's own recipe.
     """
+    if cell.recipe is not None:
+        return load_policy(cell.recipe.policy.partition(";")[0].strip())
     if cell.policy in RECIPES:
         return get_policy(RECIPES[cell.policy].policy.partition(";")[0])
     if cell.policy.startswith(UNIFORM):
@@ -191,13 +213,15 @@ def policy_of(cell: Cell) -> Policy:
     return policy_with_rules(policy, rules * 3 if len(rules) == 1 else rules)
 
 
-def recipe_of(policy: str, steps: int) -> RunRecipe | None:
-    """Returns the recipe of whole runs of this name, for a run of so many steps, or None.
+def recipe_of(cell: Cell) -> RunRecipe | None:
+    """Returns the study's own recipe of the cell, or that of whole runs that its policy names, or None.
 
     What begins late in a published run of known length begins at the same part of this one; periods and
     windows keep their steps.
     """
-    recipe = RECIPES.get(policy)
+    if cell.recipe is not None:
+        return cell.recipe
+    recipe, steps = RECIPES.get(cell.policy), protocol_of(cell).steps
     if recipe is None or recipe.steps is None or recipe.deoscillate is None:
         return recipe
     ratio, period, start, *window = recipe.deoscillate.split(":")

@@ -13,13 +13,13 @@ import optax
 from jax import lax
 
 from models import decoder
-from models.configs import get_config
 from mxjax.products.implementations import Implementation, compiler_options
-from studies.ladder.cells import PROTOCOLS, Bits, Cell, Protocol, policy_of, recipe_of
+from studies.ladder.cells import Bits, Cell, Protocol, model_of, policy_of, protocol_of, recipe_of
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step
 
 IMPLEMENTATION: Implementation = "xla"
@@ -40,14 +40,14 @@ class Programs:
 
     def __init__(self, cell: Cell, corpus: MegatronCorpus):
         """Compiles what a cell runs; raises ValueError if its recipe has no effect on the model."""
-        self.corpus, self.protocol = corpus, PROTOCOLS[cell.protocol]
+        self.corpus, self.protocol = corpus, protocol_of(cell)
         p = self.protocol
-        model = dataclasses.replace(get_config(cell.model), vocab_size=corpus.vocab_size)
+        model = dataclasses.replace(model_of(cell), vocab_size=corpus.vocab_size)
         config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup, eps=p.eps)
         optimizer = make_optimizer(config)
         if p.bfloat16_gradients:
             optimizer = optax.chain(optax.stateless(to_bfloat16), optimizer)
-        recipe = recipe_of(cell.policy, p.steps)
+        recipe = recipe_of(cell)
         rules = parse_rules(recipe.layers) if recipe else ()
         policy = policy_of(cell)
         self.policy = str(policy)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from analysis.statistics import has_diverged
-from models.configs import get_config
+from models.configs import CONFIGS
 from studies.ladder.cells import BASELINE
 
 Run = dict[str, Any]
@@ -154,12 +154,8 @@ def by_group(cells: dict[str, CellResult]) -> dict[tuple[str, str], list[CellRes
     groups: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
     for cell in cells.values():
         groups[cell.group].append(cell)
-    return {group: sorted(groups[group], key=_mean_loss) for group in sorted(groups, key=_size_first)}
-
-
-def size_of(model: str) -> int:
-    """Returns a model's number of parameters, by which tables order the models."""
-    return get_config(model).n_params
+    in_order = sorted(groups, key=lambda group: (_size(groups[group][0]), group[1]))
+    return {group: sorted(groups[group], key=_mean_loss) for group in in_order}
 
 
 def baseline(group: Sequence[CellResult]) -> CellResult | None:
@@ -167,8 +163,11 @@ def baseline(group: Sequence[CellResult]) -> CellResult | None:
     return next((cell for cell in group if cell.policy == BASELINE), None)
 
 
-def _size_first(group: tuple[str, str]) -> tuple[int, str]:
-    return size_of(group[0]), group[1]
+def _size(cell: CellResult) -> int:
+    """Returns the model's number of parameters, or that on record for one of a file."""
+    if cell.model in CONFIGS:
+        return CONFIGS[cell.model].n_params
+    return next(iter(cell.runs.values()))["parameters"]
 
 
 def _mean_loss(cell: CellResult) -> float:

@@ -1,6 +1,7 @@
 """The study's tables of token overheads, as Markdown: P1 and P2 of `analysis.statistics`."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from analysis import statistics as token_ratios
@@ -15,7 +16,7 @@ def decay_tokens(cells: Cells) -> str:
     """Returns P2: effective-token multipliers under full decay, and their inverses as overheads."""
     rows, notes = [], []
     for (model, protocol), group in by_group(dict(cells)).items():
-        lengths = _lengths(cells, model, protocol)
+        lengths = lengths_of(cells, model, protocol)
         base = baseline(group)
         if base is None or not _has_lengths(protocol):
             continue
@@ -39,14 +40,14 @@ def paper_layout_in_tokens(cells: Cells) -> str:
     """Returns the overheads in the layout of the paper's table: P1 where the rate is constant, else P2."""
     parts = []
     for (model, protocol), group in by_group(dict(cells)).items():
-        base, lengths = baseline(group), _lengths(cells, model, protocol)
+        base, lengths = baseline(group), lengths_of(cells, model, protocol)
         if base is None:
             continue
         if _has_lengths(protocol) and len(lengths) >= 3:
             found = {cell.label: token_ratios.effective_multiple(cell.losses, lengths) for cell in group}
-            measure, shown = "P2", {name: _overhead_with_interval(e) for name, e in found.items()}
+            measure, shown = "P2", {name: overhead_with_interval(e) for name, e in found.items()}
         elif len(group) > 1 and is_constant(base):
-            shown = {cell.label: _reached_later(cell, base) for cell in group}
+            shown = {cell.label: reached_later(cell, base) for cell in group}
             measure = "P1"
         else:
             continue
@@ -61,11 +62,11 @@ def _has_lengths(protocol: str) -> bool:
     return protocol.startswith("tuned-") and protocol in MAIN_PROTOCOLS
 
 
-def _lengths(cells: Cells, model: str, protocol: str) -> dict[float, Mapping[int, float]]:
+def lengths_of(cells: Cells, model: str, protocol: str) -> dict[float, Mapping[int, float]]:
     """Returns fp8's final losses by seed for each length that has run, 1 among them."""
-    names = {m: f"{BASELINE}.own.{model}.{protocol}-x{m:g}" for m in MULTIPLES}
-    names[1.0] = f"{BASELINE}.own.{model}.{protocol}"
-    return {m: cells[name].losses for m, name in names.items() if name in cells and cells[name].losses}
+    name = f"{BASELINE}.own.{model}.{protocol}"
+    found = ((re.fullmatch(f"{re.escape(name)}(?:-x([\\d.]+))?", key), cell) for key, cell in cells.items())
+    return {float(match[1] or 1): cell.losses for match, cell in found if match and cell.losses}
 
 
 def _multiple(log: Estimate, lengths: Mapping[float, object]) -> list[object]:
@@ -76,10 +77,11 @@ def _multiple(log: Estimate, lengths: Mapping[float, object]) -> list[object]:
     if math.isnan(log.mean):
         return [log.n, "-", "-", "-"]
     of_fp8 = [number(math.exp(log.mean), ".3f"), interval(low, high, ".3f")]
-    return [log.n, *of_fp8, _overhead_with_interval(log)]
+    return [log.n, *of_fp8, overhead_with_interval(log)]
 
 
-def _overhead_with_interval(log: Estimate) -> str:
+def overhead_with_interval(log: Estimate) -> str:
+    """Returns P2's overhead and its interval, of `analysis.statistics.effective_multiple`, or "-"."""
     if not math.isfinite(log.mean):
         return "-"
     if math.isnan(log.low):
@@ -98,7 +100,7 @@ def is_constant(base: CellResult) -> bool:
     return base.protocol["horizon"] is not None
 
 
-def _reached_later(cell: CellResult, base: CellResult) -> str:
+def reached_later(cell: CellResult, base: CellResult) -> str:
     """Returns P1's overhead of a cell over fp8 with its interval, or the number of runs that it lacks."""
     found = token_ratios.overhead(_curves(cell), _curves(base))
     mean, low, high = (100 * math.expm1(x) for x in found.log_ratio[:3])

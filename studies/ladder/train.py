@@ -20,8 +20,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from models.configs import get_config
-from studies.ladder.cells import PROTOCOLS, Cell
+from studies.ladder.cells import Cell, model_of, protocol_of
 from studies.ladder.programs import IMPLEMENTATION, Programs, held_out_batches
 from studies.ladder.results import Run, read_record
 from studies.ladder.whole_runs import WholeRuns, changes_program
@@ -75,7 +74,7 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     Skips cells that another process is training. A cell is compiled while the one before it trains.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
-    data = DataConfig(data=(settings.data,), eval_data=settings.eval_data, vocab_size=settings.vocab_size)
+    data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     corpus = load_megatron(data, VOCABULARY)
     wanted, left = sum(cell.seeds for cell in cells), sum(len(missing_seeds(settings.out, c)) for c in cells)
     print(f"{settings.study}: {left} of {wanted} runs left", flush=True)
@@ -147,9 +146,9 @@ def _keep(path: pathlib.Path, record: dict[str, Any]) -> None:
 
 def _prepare(cell: Cell, corpus: MegatronCorpus, data: DataConfig) -> Programs | WholeRuns:
     """Returns what trains the cell's seeds; compiles it unless every run has programs of its own."""
-    if not changes_program(cell.policy):
+    if not changes_program(cell):
         return Programs(cell, corpus)
-    p = PROTOCOLS[cell.protocol]
+    p = protocol_of(cell)
     held_out = len(held_out_batches(corpus.validation, p)) * p.batch
     return WholeRuns(cell, data, IMPLEMENTATION, held_out)
 
@@ -166,7 +165,7 @@ def _record(cell: Cell, seed: int, corpus: MegatronCorpus, programs: Programs | 
         "rules": cell.rules,
         "seed": seed,
         "model": cell.model,
-        "parameters": dataclasses.replace(get_config(cell.model), vocab_size=corpus.vocab_size).n_params,
+        "parameters": dataclasses.replace(model_of(cell), vocab_size=corpus.vocab_size).n_params,
         "protocol": {"name": cell.protocol, **dataclasses.asdict(p)},
         "resolved_policy": programs.policy,
         "implementation": IMPLEMENTATION,
@@ -190,7 +189,7 @@ def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
     known = [t for t in timed if t]
     typical = sum(known) / len(known) if known else math.nan
     return sum(
-        len(missing_seeds(out, cell)) * PROTOCOLS[cell.protocol].tokens * (t or typical)
+        len(missing_seeds(out, cell)) * protocol_of(cell).tokens * (t or typical)
         for cell, t in zip(cells, timed, strict=True)
     )
 
@@ -235,7 +234,7 @@ def _ends_in_time(seconds: float, settings: Settings) -> bool:
 def _run_seconds(cell: Cell, out: pathlib.Path) -> float | None:
     """Returns the time to allow for a run, None if no run of the model has been timed."""
     per_token = _seconds_a_token(cell, out)
-    return None if per_token is None else 1.15 * PROTOCOLS[cell.protocol].tokens * per_token
+    return None if per_token is None else 1.15 * protocol_of(cell).tokens * per_token
 
 
 def _seconds_a_token(cell: Cell, out: pathlib.Path) -> float | None:

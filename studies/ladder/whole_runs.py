@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from mxjax.products.implementations import Implementation
-from mxjax.recipes.whole_runs import RECIPES, RunRecipe
-from studies.ladder.cells import PROTOCOLS, Cell, recipe_of
+from mxjax.recipes.whole_runs import RunRecipe
+from studies.ladder.cells import Cell, protocol_of, recipe_of
 from train import train
 from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
 from training.log.health import NonFiniteError
@@ -23,10 +23,24 @@ from training.log.metrics import FILE
 from training.process.interruption import RunInterrupted
 
 
-def changes_program(policy: str) -> bool:
-    """Whether a policy is a recipe that needs several programs in one run."""
-    recipe = RECIPES.get(policy)
+def changes_program(cell: Cell) -> bool:
+    """Whether the cell's recipe needs several programs in one run."""
+    recipe = recipe_of(cell)
     return recipe is not None and ";" in recipe.policy
+
+
+def check_protocol(cell: Cell) -> None:
+    """Raises ValueError if train.py has no such protocol."""
+    p = protocol_of(cell)
+    reasons = {
+        "its cosine ends with the run": p.horizon is None,
+        "it begins without outliers": not p.outlier_channels,
+        f"evaluations must divide the {p.steps} steps": p.steps % p.evaluations == 0,
+        "it has its own optimizer and keys": (p.eps, p.bits, p.bfloat16_gradients) == (1e-5, "fresh", False),
+        "a recipe has its own scale rules": not cell.rules,
+    }
+    if wrong := [reason for reason, is_so in reasons.items() if not is_so]:
+        raise ValueError(f"{cell.name} changes its policy during the run, by train.py: {', '.join(wrong)}")
 
 
 class WholeRuns:
@@ -46,19 +60,14 @@ class WholeRuns:
         Raises:
           ValueError: there are several devices, on which train.py would share a run.
         """
-        self.protocol = p = PROTOCOLS[cell.protocol]
-        assert p.horizon is None, f"{cell.name}: train.py's cosine ends with the run"
-        assert not p.outlier_channels, f"{cell.name}: train.py begins without outliers"
-        assert p.steps % p.evaluations == 0, f"{cell.name}: train.py evaluates at equal distances"
-        plain = (p.eps, p.bits, p.bfloat16_gradients) == (1e-5, "fresh", False)
-        assert plain, f"{cell.name}: train.py has its own optimizer and keys"
-        assert not cell.rules, f"{cell.name}: a recipe has its own scale rules"
+        check_protocol(cell)
+        self.protocol = p = protocol_of(cell)
         if jax.device_count() > 1:
             raise ValueError(
                 f"{cell.name} trains on one device, and there are {jax.device_count()}: give --workers "
                 "as many, or set CUDA_VISIBLE_DEVICES to one"
             )
-        recipe = recipe_of(cell.policy, p.steps) or RunRecipe(cell.policy)
+        recipe = recipe_of(cell) or RunRecipe(cell.policy)
         self.policy = recipe.policy
         self.flags: dict[str, Any] = {
             "precision": PrecisionConfig(
@@ -67,9 +76,11 @@ class WholeRuns:
                 layers=recipe.layers,
                 deoscillate=recipe.deoscillate,
             ),
-            "data": DataConfig(data.data, data.eval_data, data.vocab_size, p.batch, p.seq),
+            "data": DataConfig(
+                data.data, data.eval_data, data.vocab_size, p.batch, p.seq, document_mask="off"
+            ),
             "optimizer": OptimizerConfig(lr=p.lr, warmup_steps=p.warmup),
-            "model": cell.model,
+            **({"model_config": cell.model_config} if cell.model_config else {"model": cell.model}),
             "steps": p.steps,
             "checkpoint_every": p.steps,
             "eval_every": p.steps // p.evaluations,

@@ -185,7 +185,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     assert warning.startswith("the runs are evaluated on different tokens")
     for folder, crc in zip(folders, "01", strict=True):
         values = json.loads((folder / "config.json").read_text())
-        values["config"]["data"]["eval_data"] = "held"
+        values["config"]["data"]["eval_data"] = ["held"]
         values["data"] = facts | {"crc32": crc, "train_tokens": int(crc)}
         (folder / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
@@ -329,3 +329,33 @@ def test_curves_can_be_drawn(tmp_path):
     compare(CompareConfig(folders, mlperf=True, plot=files))
     assert "</svg>" in files[0].read_text()
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_gradient_norms_spikes_sqnr_and_sets_are_compared(tmp_path, capsys):
+    gemms = ("fprop", "dgrad", "wgrad")
+    folders = []
+    for policy, decibels in (("fp8", 30.0), ("wgrad", 20.0)):
+        folder = make_run(tmp_path / policy, {}, ["--policy", policy, "--steps", "40"])
+        lines = [{"step": n, "loss": 4.0 - n / 100, "grad_norm": 0.5} for n in range(1, 41)]
+        lines[29] |= {"loss": 5.0, "grad_norm": 12.0}
+        for step in (20, 40):
+            layers = {
+                f"blocks.{i}.{kind}": {g: {"sqnr_db": decibels + i + g.startswith("w")} for g in gemms}
+                for i in (0, 1)
+                for kind in ("mlp.down", "attention.qkv")
+            }
+            layers["blocks.0.mlp.down"]["fprop"] = {"sqnr_db": "inf"}  # exact, and no part of a mean
+            lines.append({"step": step, "layers": layers | {"blocks.0.mlp.router": {"load": 1.0}}})
+        sets = {"a": {"eval_loss": 3.0, "eval_bits_per_byte": 1.25}, "b": {"eval_loss": 2.0}}
+        lines.append({"step": 40, "eval_loss": 3.0, "eval_sets": sets})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        folders.append(folder)
+    plot = (tmp_path / "plot.svg",)
+    _, found = compare(CompareConfig(tuple(folders), plot=plot))["health"]
+    assert (found["grad_norm"], found["largest_grad_norm"], found["spikes"]) == (0.5, 12.0, {"wgrad": [30]})
+    assert found["sqnr_db"] == {"fprop": pytest.approx(62.0 / 3), "dgrad": 20.5, "wgrad": 21.5}
+    assert found["sqnr_db_by_kind"]["mlp.down"] == {"fprop": 21.0, "dgrad": 20.5, "wgrad": 21.5}
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attention.qkv", "fprop", "30.5", "20.5"] in rows
+    assert ["fp8", "3.0000", "1.2500", "2.0000"] in rows
+    assert "</svg>" in plot[0].read_text()

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 import sys
 
 import jax
@@ -235,3 +236,9 @@ def test_measure_waits_for_the_last_call_alone():
     assert isinstance(timing, Timing)
     assert waited == [2.0] * 5  # compilation, calibration and three rounds
     assert jax.block_until_ready(timing) == timing
+
+
+def test_the_table_of_attention_kernels_is_generated():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    command = "python -m benchmarks.kernels.attention --page docs/attention.md"
+    assert attention.insert(page, {"kernels": attention.kernels_table()}) == page, command

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models import attention
+from models.documents import first_keys
 from mxjax.kernels.attention import fused as kernels
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
 
@@ -35,13 +36,19 @@ def test_pieces_equal_the_whole(length, monkeypatch):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_long_sequence_never_has_all_scores():
-    shape = jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_long_sequence_never_has_all_scores(masked):
+    """Nor does a mask of documents exist whole."""
+    shape, first = (
+        jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 8192), jnp.int32),
+    )
 
-    def loss(q, k, v):
-        return jnp.sum(attention.causal_attention(q, k, v).astype(jnp.float32))
+    def loss(q, k, v, first_key):
+        attend = attention.causal_attention(q, k, v, first_key if masked else None)
+        return jnp.sum(attend.astype(jnp.float32))
 
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, first).compile()
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 4 * 8192**2 * 4 / 2
     )  # half of the scores in float32
@@ -95,19 +102,21 @@ def test_windows_and_sinks(monkeypatch, window, longest):
     monkeypatch.setattr(attention, "PIECE", 4)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 23, n, 8)) for i, n in enumerate((4, 2, 2)))
     sinks = jax.random.normal(jax.random.key(3), 4)
-    ours = attention.causal_attention(q, k, v, jnp.int32(window), sinks)
+    first = first_keys(jnp.zeros((1, 23), jnp.int32), jnp.int32(window))
+    ours = attention.causal_attention(q, k, v, first, sinks)
     np.testing.assert_allclose(ours, plainly(*map(np.asarray, (q, k, v)), window, sinks), atol=1e-5)
 
 
-def test_windows_and_sinks_take_the_fused_kernels_on_cuda(monkeypatch):
+@pytest.mark.parametrize("target", [Target("cuda", "sm_90"), Target("hip", "gfx950")])
+def test_masks_and_sinks_take_the_fused_kernels(monkeypatch, target):
     taken = []
     monkeypatch.setattr(kernels, "fused_attention", lambda q, k, v, **given: taken.append(given) or q)
-    q = jax.ShapeDtypeStruct((2, 9, 2, 64), jnp.bfloat16)
+    q, first = (
+        jax.ShapeDtypeStruct(*given) for given in (((2, 9, 2, 64), jnp.bfloat16), ((1, 9), jnp.int32))
+    )
     sinks = jax.ShapeDtypeStruct((2,), jnp.float32)
-    for window in (0, 4):
-        with use_target(Target("cuda", "sm_90")):
-            out = jax.jit(lambda q, s, w=window: attention.causal_attention(q, q, q, jnp.int32(w), s))
-            out.eval_shape(q, sinks)
-        assert taken[-1]["sinks"].shape == (2,)
-    first = [kernels.first_keys(window=jnp.int32(w), shape=(1, 6))[0].tolist() for w in (0, 4)]
-    assert first == [[0] * 6, [0, 0, 0, 0, 1, 2]]
+    with use_target(target):
+        jax.eval_shape(lambda q, f, s: attention.causal_attention(q, q, q, f, s), q, first, sinks)
+        jax.eval_shape(lambda q, f: attention.causal_attention(q, q, q, f), q, first)
+    assert taken[0]["sinks"].shape == (2,)
+    assert taken[1]["first_key"].shape == (2, 9)  # whole, where all sequences share a window

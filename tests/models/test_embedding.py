@@ -97,6 +97,7 @@ SHARDED = """
 import re
 import jax, jax.numpy as jnp, numpy as np
 from models import embedding, decoder
+from training.sharding import make_mesh
 
 embedding.on_gpu = lambda: True
 rng = np.random.default_rng(0)
@@ -112,9 +113,8 @@ def gradient(table, tokens, dy):
 for rows in (128, 4096):
     table = np.zeros((rows, 32), np.float32)
     whole = np.asarray(jax.jit(gradient)(table, tokens, dy))
-    for sizes in ((4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2)):
-        types = (jax.sharding.AxisType.Auto,) * 3
-        with jax.set_mesh(jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=types)):
+    for sizes in ((4, 1, 1, 1), (2, 2, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1)):
+        with jax.set_mesh(make_mesh("data={},fsdp={},context={},tensor={}".format(*sizes))):
             run = jax.jit(gradient).lower(table, tokens, dy).compile()
             assert np.array_equal(run(table, tokens, dy), whole), (rows, sizes)
         added = re.findall(r"f32[^ ]* all-reduce", run.as_text())

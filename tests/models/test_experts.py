@@ -14,7 +14,7 @@ from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
 from models.experts import auxiliary_loss, check_policies, permute, route, sort_by_expert, summary
 from training.config import OptimizerConfig
-from training.optimizer import decayed, optimizer_of
+from training.optimizer.optimizers import decayed, optimizer_of
 
 CONFIG = DecoderConfig(64, 32, 2, 4, 2, 16, 32, experts=ExpertsConfig(6, 2, balance_loss=0.01, z_loss=1e-3))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
@@ -110,7 +110,7 @@ def test_biases_balance_the_load_without_a_gradient():
     params = decoder.init(config, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.n_params
     params["blocks"]["mlp"]["router"] *= 20
-    optimizer = optimizer_of(OptimizerConfig(), None, layer_policies(config, "bf16"), config.experts)
+    optimizer = optimizer_of(OptimizerConfig(), config, None, layer_policies(config, "bf16"))
     state = optimizer.init(params)
 
     @jax.jit

@@ -13,7 +13,8 @@ import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
 
 from models import decoder
-from models.generation import Options, choose, empty_cache, generate, is_in_nucleus, read
+from models.documents import Documents
+from models.generation import Options, cache_bytes, choose, empty_cache, generate, is_in_nucleus, read
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader
 from models.huggingface.weights import read_params
@@ -64,17 +65,36 @@ def test_greedy_tokens_of_an_export_equal_those_of_transformers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_changes_no_logits():
+@pytest.mark.parametrize("documents", [None, Documents(7), Documents(7, restart_positions=True)])
+def test_a_cache_changes_no_logits(documents):
     """In float32 up to the order of sums; MXFP4's blocks lie along d_in, so each token is quantized alone."""
     rules = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]
-    options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32)
+    options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32, documents)
     params = decoder.init(dataclasses.replace(SMALL, init_std=0.2), KEY)
-    tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size)
+    tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size).at[0, 2:6:3].set(7).at[1, 4].set(7)
     more = {"policies": options.policies, "implementation": "xla", "dtype": jnp.float32}
+    more["documents"] = documents
     expected = jax.jit(functools.partial(decoder.apply, SMALL, **more))(params, tokens)
     cache, bounds = empty_cache(SMALL, 2, 12, jnp.float32), [0, 5, 6, 7, 8, 9]
     for start, stop in itertools.pairwise(bounds):
         logits, cache = read(SMALL, options, params, tokens[:, start:stop], cache, start)
+        np.testing.assert_allclose(logits, expected[:, stop - 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("documents", [None, pytest.param(Documents(7), marks=pytest.mark.slow)])
+def test_blocks_with_a_window_keep_a_window_s_worth(documents):
+    """The logits are those of the whole prefix, after prompts and later chunks beyond the window."""
+    config = dataclasses.replace(SMALL, n_layers=3, windows=(4, 4, 0), sinks=True, init_std=0.2)
+    options = exact(config)._replace(documents=documents)
+    params = decoder.init(config, KEY)
+    tokens = jax.random.randint(KEY, (2, 17), 0, SMALL.vocab_size).at[0, 2:14:5].set(7)
+    more = {"policies": options.policies, "dtype": jnp.float32, "documents": documents}
+    expected = jax.jit(functools.partial(decoder.apply, config, **more))(params, tokens)
+    cache = empty_cache(config, 2, 20, jnp.float32)
+    assert [k.shape[:3] for k, _ in cache.blocks] == [(2, 2, 4), (1, 2, 20)]
+    assert cache_bytes(config, 20) == 4 * (4 + 4 + 20) * 2 * 16
+    for start, stop in itertools.pairwise([0, 6, 7, 8, 9, 10, 11, 17]):
+        logits, cache = read(config, options, params, tokens[:, start:stop], cache, start)
         np.testing.assert_allclose(logits, expected[:, stop - 1], rtol=1e-4, atol=1e-4)
 
 

@@ -18,6 +18,7 @@ VALUES = {
     "a.weight": np.arange(4).astype(ml_dtypes.bfloat16),
     "c": np.full((2, 0), 1, np.float16),
     "d": np.arange(5, dtype=np.uint8),
+    "e": np.arange(6).astype(ml_dtypes.float8_e4m3fn).reshape(3, 2),
     "é": np.float32([[-0.0, np.inf, np.nan]]),
 }
 

@@ -1,7 +1,11 @@
 """The programs in examples/ run, and what they print is what they promise."""
 
+import os
 import pathlib
+import resource
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +60,27 @@ def test_a_model_is_transformed(capsys):
     assert printed[0] == "7 products in a policy, 2 left alone"
     assert losses[-1] < losses[0] / 100
     assert float(printed[-1].split()[-1]) == pytest.approx(losses[-1], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_the_speedrun_leaves_a_report_and_an_export_within_three_minutes_of_processor_time(tmp_path):
+    pytest.importorskip("tokenizers")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "speedrun.sh"), "--tiny", str(tmp_path / "out")],
+        env=os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
+    found = float(done.stdout.partition("final eval loss ")[2].split()[0])
+    assert found == pytest.approx(5.7, abs=0.2)  # as the head of the script says
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert f"<b>{found:.4f}</b>" in report
+    assert "<strong>def </strong>" in report
+    assert (tmp_path / "out" / "export" / "tokenizer.json").exists()
 
 
 def test_every_example_is_short_and_gives_its_command():

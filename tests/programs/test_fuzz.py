@@ -34,7 +34,7 @@ from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.megatron import load_validation
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
 from training.phases import Phase, from_record, to_record
-from training.run.record import FILE, from_json, model_of, read_run_config, to_json
+from training.run.record import FILE, documents_of_run, from_json, model_of, read_run_config, to_json
 from training.tokenize.documents import Documents
 from training.tokenize.train_tokenizer import train_tokenizer
 
@@ -278,11 +278,12 @@ def test_configurations_of_runs(folder):
     layers = decoder.layer_policies(get_config("tiny"), mxjax.get_policy("wgrad"))
     model = {"model": to_dict(get_config("tiny"))}
     data = {"data": {"source": "text", "train_tokens": 9, "validation_tokens": 9, "crc32": "0"}}
+    data["documents"] = {"end": 256, "restart_positions": False}
     whole = {"config": to_json(Config()), **data, **model, **to_record([Phase(1, "wgrad", layers)])}
 
     def read():
         saved = read_run_config(folder)
-        from_json(saved["config"]), model_of(saved), from_record(saved)
+        from_json(saved["config"]), model_of(saved), documents_of_run(saved), from_record(saved)
 
     with oracles.types_unchecked():
         for draw in draws():

@@ -14,11 +14,14 @@ from analysis.compare.compare import CompareConfig
 from analysis.diagnose.diagnose import DiagnoseConfig
 from analysis.evaluate import EvalConfig
 from analysis.sample import SampleConfig
+from training import huggingface
 from training.command_line import FlagError, check_lists, flags_of, in_one_line, parse
-from training.config import Config, DataConfig
+from training.config import Config, DataConfig, by_flag
+from training.flag_names import SYNONYMS
 from training.run.checksums import check_saveable
 from training.run.record import read_run_config, write_run_config
 from training.run.setup import check_apart
+from training.tokenize import tokenize as tokenization
 from training.tokenize.plan import TokenizeConfig
 
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
@@ -62,6 +65,12 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--lrx 3", "Unrecognized options: --lrx, 3; did you mean --lr?; see"),
         ("--stps 1 --oot x", "Unrecognized options: --stps, 1, --oot, x; did you mean --"),
         ("--polcy=bf16 --sed=a=b", "options: --polcy=bf16, --sed=a=b; did you mean --"),
+        (
+            "--learning-rate=1e-3 --fp8",
+            "; did you mean --lr for --learning-rate, --policy fp8 for --fp8?; see",
+        ),
+        ("per_device_batch_size=4", "; did you mean --batch-size?; see"),
+        ("-lr 1 true", "; did you mean --lr?; see"),
         ("--help=3", "Unrecognized options: --help=3; did you mean --help?; see"),
         ("--zzzzz=3", "Unrecognized options: --zzzzz=3; see"),
         ("--tensorboard=true", "Unrecognized options: true; --tensorboard takes no value; see"),
@@ -73,7 +82,10 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--policy", "Missing value for argument '--policy'"),
         ("--layers a=fp8 --lr 1 --layers b=fp8", "--layers is given 2 times; write all its values after one"),
         ("--data a --data=b", "--data is given 2 times"),
-        ("--eval-data a --eval_data=b", "--eval-data is given 2 times; it takes one value; see"),
+        (
+            "--eval-data a --eval_data=b",
+            "--eval-data is given 2 times; write all its values after one --eval-data; see",
+        ),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )
@@ -103,11 +115,36 @@ def test_no_list_is_taken_by_its_last_part_alone(config, flag):
     assert refused.value.message.startswith(f"{flag} is given 2 times; ")
 
 
-@pytest.mark.parametrize("flag", ["--polcy=bf16", "--polcy bf16"])
-def test_eval_suggests_the_closest_flag(flag, capsys):
+@pytest.mark.parametrize(
+    ("program", "words", "meant"),
+    [
+        (evaluation_program.main, "runs/any --polcy=bf16", "--policy"),
+        (evaluation_program.main, "runs/any --polcy bf16", "--policy"),
+        (evaluation_program.main, "runs/any --fp8", "--policy fp8"),
+        (evaluation_program.main, "diagnose runs/any --output-dir x", "--out"),
+        (
+            tokenization.main,
+            "--input a --output-prefix b",
+            "--output",
+        ),  # the error is that --output is missing
+        (tokenization.main, "--input a --output b --json-keys c", "--field"),
+        (huggingface.main, "export a b --format mxfp4", "--quantize mxfp4"),
+    ],
+)
+def test_each_program_suggests_its_own_flags(program, words, meant, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program", *words.split()])
     with pytest.raises(SystemExit):
-        evaluation_program.main(["runs/any", *flag.split()])
-    assert "did you mean --policy?; see" in capsys.readouterr().err
+        program() if program is huggingface.main else program(words.split())
+    assert f"; did you mean {meant}?; see" in capsys.readouterr().err
+
+
+def test_synonyms_name_flags_that_a_program_has():
+    flags = {
+        f"--{name.replace('_', '-')}"
+        for each in (Config(), TokenizeConfig(("a",), "b"))
+        for name in by_flag(each)
+    } | {"--quantize"}
+    assert {ours.split()[0] for meant in SYNONYMS.values() for ours in meant} <= flags
 
 
 def test_a_folder_after_a_change_may_have_an_equals_sign():

@@ -101,10 +101,10 @@ def test_eval_takes_batches_of_another_size(finished):
     assert small["eval_tokens"] == own["eval_tokens"]
     np.testing.assert_allclose(small["eval_loss"], own["eval_loss"], rtol=1e-4)
     restored = evaluation_program.restore(EvalConfig(finished))
-    found = evaluation_program.read_batches(EvalConfig(finished, batches=3, batch_size=1), restored)
+    found = evaluation_program.read_sets(EvalConfig(finished, batches=3, batch_size=1), restored)[0].batches
     assert [len(batch) for batch in found] == [1, 1, 1]
     with pytest.raises(ValueError, match=r"--batch-size must be at least 1 and .*, got 0"):
-        evaluation_program.read_batches(EvalConfig(finished, batches=3, batch_size=0), restored)
+        evaluation_program.read_sets(EvalConfig(finished, batches=3, batch_size=0), restored)
 
 
 def test_a_folder_in_use_is_not_overwritten(text, finished):

@@ -19,7 +19,7 @@ from mxjax.recipes.whole_runs import RECIPES
 from studies.documents import as_csv
 from studies.ladder import __main__ as program
 from studies.ladder import cells, programs, recipes_page, report, tables, token_tables, whole_runs
-from studies.ladder.cells import PROTOCOLS, Cell, policy_of, recipe_of
+from studies.ladder.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
 from studies.ladder.results import add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
 from tests.support.study_runs import power_law, record
@@ -29,8 +29,12 @@ def test_the_committed_recipes_page_is_what_the_committed_runs_give():
     recipes_page.main(check=True)
 
 
+def tuned(policy, steps=700):
+    return Cell(policy, "", "60m", "tuned", 1, training=Protocol(lr=1e-3, steps=steps))
+
+
 def test_recipes_with_several_programs_a_run_are_told_from_the_others():
-    found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.changes_program(name)]
+    found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.changes_program(tuned(name))]
     assert found == ["heal"]
 
 
@@ -43,10 +47,10 @@ def test_every_published_recipe_is_a_cell():
 
 
 def test_what_begins_late_in_a_recipe_begins_at_the_same_part_of_a_shorter_run():
-    assert recipe_of("tetrajet_v2_reset", 700).deoscillate == "8:200:440:50"  # of 23842
-    assert recipe_of("tetrajet_v2_reset", 23842) == RECIPES["tetrajet_v2_reset"]
-    assert recipe_of("primus_deosc", 700) == RECIPES["primus_deosc"]  # of unknown length
-    assert recipe_of("fp8", 700) is None
+    assert recipe_of(tuned("tetrajet_v2_reset", 700)).deoscillate == "8:200:440:50"  # of 23842
+    assert recipe_of(tuned("tetrajet_v2_reset", 23842)) == RECIPES["tetrajet_v2_reset"]
+    assert recipe_of(tuned("primus_deosc", 700)) == RECIPES["primus_deosc"]  # of unknown length
+    assert recipe_of(tuned("fp8", 700)) is None
 
 
 def test_a_recipe_without_effect_on_the_model_is_refused():

@@ -29,8 +29,6 @@ def settings(tmp_path, monkeypatch):
             writer.add(generator.integers(0, 64, size).astype(np.uint16))
     small = Protocol(lr=1e-2, steps=4, warmup=1, batch=4, seq=16, evaluations=2)
     monkeypatch.setattr(cells, "PROTOCOLS", {**PROTOCOLS, "small": small})
-    for module in (runner, programs, whole_runs):
-        monkeypatch.setattr(module, "PROTOCOLS", {**PROTOCOLS, "small": small})
     data = (str(tmp_path / "train"), str(tmp_path / "validation"))
     return runner.Settings("test", tmp_path / "runs", *data, vocab_size=64, commit="0" * 40)
 
@@ -71,7 +69,7 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
 
 @pytest.mark.slow
 def test_a_run_of_the_training_program_is_that_of_a_cells_own_programs(settings):
-    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
+    data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     corpus = load_megatron(data, settings.vocab_size)
     own = programs.Programs(CELLS[0], corpus)
     held_out = sum(map(len, own.held_out))
@@ -201,7 +199,7 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
             raise RunInterrupted("continue with: python train.py")
 
     monkeypatch.setattr(whole_runs, "train", train)
-    data = DataConfig((settings.data,), settings.eval_data, settings.vocab_size)
+    data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     whole = whole_runs.WholeRuns(Cell("heal", "", "tiny", "small", 1), data, "xla", 4)
     if ending == "interrupted":
         with pytest.raises(SystemExit, match="the same command continues"):
@@ -214,9 +212,9 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
     assert [math.isnan(loss) for _, loss in found["evaluations"]] == [True] * (ending == "nan")
 
 
-@pytest.mark.parametrize("flags", [{"workers": 0}, {"minutes": -1.0}, {"minutes": math.nan}, {"seeds": 0}])
+@pytest.mark.parametrize("flags", [{"workers": 0}, {"minutes": -1.0}, {"minutes": math.nan}])
 def test_limits_that_leave_nothing_to_run_are_refused(tmp_path, flags):
-    with pytest.raises(SystemExit, match="--workers, --minutes and --seeds are positive"):
+    with pytest.raises(SystemExit, match="--workers and --minutes are positive"):
         program.run("ladder-60m", out=tmp_path, data="none", eval_data="none", **flags)
 
 
@@ -224,7 +222,7 @@ def test_a_part_of_a_study_is_chosen(tmp_path, monkeypatch):
     chosen = []
     monkeypatch.setattr(program.runner, "run_cells", lambda cells, settings: chosen.append(cells))
     options = {"out": tmp_path, "data": "none", "eval_data": "none"}
-    program.run("ladder-60m", cells="wgrad.*", seeds=3, **options)
+    program.run("ladder-60m", cells="wgrad.*", seeds="3", **options)
     assert [(cell.name, cell.seeds) for cell in chosen[0]] == [
         (name, 3) for name in ("wgrad.floor.60m.decay", "wgrad.even.60m.decay")
     ]

@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -15,18 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
 from models import decoder
 from models import loss as pieces
 from models.configs import DecoderConfig
-from models.sharding import AXES
+from models.documents import Documents
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
 from training.memory import step_memory
-from training.optimizer import keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 from training.process.environment import enable_compilation_cache
 from training.run.checkpoints import Checkpoints
 from training.sharding import filled_size, global_batch, make_mesh, on_mesh, resize, resize_on
@@ -37,6 +40,14 @@ MODEL = DecoderConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
 STEPS, BATCH, LENGTH = 3, 8, 32
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
 LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
+
+
+def mesh_of(shape) -> Mesh:
+    """Returns the first devices as a mesh, from its text or the sizes of data, fsdp and tensor."""
+    if not isinstance(shape, str):
+        shape = "data={},fsdp={},tensor={}".format(*shape)
+    devices = math.prod(int(size) for size in re.findall(r"\d+", shape))
+    return make_mesh(shape, jax.devices()[:devices])
 
 
 class OnMesh:
@@ -52,6 +63,7 @@ class OnMesh:
         model=MODEL,
         dtype: Any = jnp.float32,
         head: str = "bf16",
+        documents: Documents | None = None,
     ):
         # In float32 around the linear layers, where the order of sums changes least.
         rules = [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))] if dtype == jnp.float32 else []
@@ -59,14 +71,14 @@ class OnMesh:
         self.policies = policies = decoder.layer_policies(model, mxjax.get_policy(policy), rules)
         config = OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1)  # as SGD: Adam enlarges small differences
         optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
-        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-        self.mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+        self.mesh = mesh_of(shape)
 
         options = {
             "policies": policies,
             "dtype": dtype,
             "implementation": implementation,
             "remat": remat,
+            "documents": documents,
         }
 
         def loss(params, batch, key):
@@ -118,7 +130,8 @@ def all_batches() -> np.ndarray:
 def curves(*pairs: str) -> None:
     """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's.
 
-    That of an evaluation too where :evaluate follows; without pairs, for all there are.
+    That of an evaluation too where :evaluate follows, with a mask of documents; without pairs, for all there
+    are.
     """
     chosen = [pair.split(":") for pair in pairs] or [
         [policy, ",".join(map(str, shape)), "evaluate"] for policy, shape in itertools.product(LADDER, SHAPES)
@@ -126,7 +139,9 @@ def curves(*pairs: str) -> None:
 
     @functools.cache
     def losses(policy: str, shape: str, *evaluate: str) -> list[float]:
-        on, batches = OnMesh(policy, tuple(map(int, shape.split(",")))), all_batches()
+        documents = Documents(7, restart_positions=True) if evaluate else None
+        on = OnMesh(policy, tuple(map(int, shape.split(","))), documents=documents)
+        batches = all_batches()
         return on.run(batches) + [on.evaluate(batches[-1]) for _ in evaluate]
 
     for policy, shape, *evaluate in chosen:
@@ -174,7 +189,7 @@ def restore(folder: str) -> None:
     saved = OnMesh("bf16", (1, 8, 1)).state
     with Checkpoints(pathlib.Path(folder)) as checkpoints:
         checkpoints.save(saved, {"next_index": 0})
-    for shape in ((2, 2, 2), (1, 1, 1)):
+    for shape in ((2, 2, 2), "context=2,fsdp=2,tensor=2", (1, 1, 1)):
         like = OnMesh("bf16", shape)
         with Checkpoints(pathlib.Path(folder)) as checkpoints:
             found, position = checkpoints.restore(like.state)
@@ -202,7 +217,7 @@ def nonfinite() -> None:
     optimizer, start = optax.adam(0.5), {"w": jnp.ones((16, 16))}
     clean = np.tile(np.arange(8, 16, dtype=np.int32)[:, None], (1, 4))
     for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]:
-        mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), AXES)
+        mesh = mesh_of(shape)
         first = init_state(start, optimizer)
         specs = jax.tree.map(lambda x: P("fsdp", "tensor") if x.ndim == 2 else P(), first)
         shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)

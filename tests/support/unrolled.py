@@ -18,7 +18,7 @@ from models import sharding as backward_order
 from models.configs import DecoderConfig
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
-from training.optimizer import make_optimizer
+from training.optimizer.optimizers import make_optimizer
 from training.sharding import global_batch, make_mesh
 
 MODEL = DecoderConfig(256, 128, 3, 4, 2, 32, 256, rope_theta=10_000.0, tied="tied" in sys.argv)

@@ -39,7 +39,7 @@ def test_every_path_of_a_flag_is_absolute(tmp_path, monkeypatch):
     home, up = f"{tmp_path}/home", tmp_path.parent
     assert config.data.data == ("0.5", f"{home}/a", "0.5", f"{up}/b")
     assert (config.data.eval_data, str(config.out), config.init) == (
-        f"{home}/c",
+        (f"{home}/c",),
         f"{home}/run",
         tmp_path / "i",
     )

@@ -20,7 +20,8 @@ from models.gemms import LINEAR_LAYERS
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, OptimizerConfig, PrecisionConfig
-from training.optimizer import learning_rate, optimizer_of
+from training.optimizer.optimizers import optimizer_of
+from training.optimizer.schedule import learning_rate
 from training.phases import expand
 from training.step import ScheduledStep, init_state, make_train_step
 
@@ -50,7 +51,7 @@ def first_params():
 def train(layers, precision=PrecisionConfig()):  # noqa: B008
     """Returns the losses of all steps."""
     config = Config(steps=STEPS, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=10), precision=precision)
-    optimizer = optimizer_of(config.optimizer, config.precision.deoscillate, layers)
+    optimizer = optimizer_of(config.optimizer, MODEL, config.precision.deoscillate, layers)
 
     def loss(params, batch, key):
         return decoder.mean_loss(MODEL, params, batch, policies=layers, key=key, implementation="xla")

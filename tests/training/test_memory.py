@@ -17,8 +17,9 @@ from models.configs import DecoderConfig
 from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
-from training.memory import Memory, device_bytes, step_memory
-from training.optimizer import make_optimizer
+from training.memory import ONE_DEVICE, Memory, device_bytes, step_memory
+from training.optimizer.muon import working_bytes
+from training.optimizer.optimizers import optimizer_of
 from training.run.setup import set_up
 from training.step import init_state, make_train_step
 from training.trainer import Trainer
@@ -26,11 +27,26 @@ from training.trainer import Trainer
 SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
 
 
-def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat):
+def compare(
+    config,
+    batch_size,
+    seq_len,
+    accumulate,
+    policy,
+    implementation,
+    remat,
+    optimizer_config=OptimizerConfig(),  # noqa: B008
+):
     """Returns the estimate and what the compiled step takes, in bytes."""
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
-    optimizer = make_optimizer(OptimizerConfig())
-    state = jax.eval_shape(lambda: init_state(decoder.init(config, jax.random.key(0)), optimizer))
+    optimizer = optimizer_of(optimizer_config, config, None, policies)
+    dtype = jnp.dtype(optimizer_config.master)
+
+    def first():
+        params = decoder.init(config, jax.random.key(0))
+        return init_state(jax.tree.map(lambda w: w.astype(dtype), params), optimizer)
+
+    state = jax.eval_shape(first)
     options = {"implementation": implementation, "remat": remat}
     estimate = step_memory(
         config,
@@ -40,6 +56,7 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         batch_size=batch_size,
         seq_len=seq_len,
         accumulate=accumulate,
+        update=working_bytes(state.params) if optimizer_config.optimizer == "muon" else 0,
         **options,
     )
 
@@ -77,15 +94,32 @@ def test_the_estimate_is_near_what_is_allocated(
     assert 0.7 < allocated / estimate.total < 1.4
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_muon_s_moments_and_temporary_arrays_are_counted(moments):
+    """The parameters have the moments' type."""
+    model = DecoderConfig(257, 256, 2, 4, 4, 64, 688)
+    config = OptimizerConfig(optimizer="muon", moments=moments, master=moments)
+    estimate, allocated = compare(model, 2, 64, 1, "bf16", "xla", "none", config)
+    size = jnp.dtype(moments).itemsize
+    assert estimate.parameters == size * model.n_params
+    assert estimate.gradients == 4 * model.n_params
+    vocabulary = 2 * 257 * 256 + 5 * 256  # and norms, which have two moments
+    assert estimate.optimizer == pytest.approx(size * (model.n_params + vocabulary), rel=0.01)
+    assert 0.7 < allocated / estimate.total < 1.4
+
+
 def estimate(**options):
     policies = decoder.layer_policies(SMALL, mxjax.get_policy("bf16"))
     params = jax.eval_shape(lambda: decoder.init(SMALL, jax.random.key(0)))
-    return step_memory(SMALL, policies, params, params, seq_len=64, **options)
+    return step_memory(SMALL, policies, params, params, **{"seq_len": 64} | options)
 
 
 def test_parts_and_devices_share_a_batch():
     whole = estimate(batch_size=16)
-    assert estimate(batch_size=16, mesh={"data": 2, "fsdp": 1, "tensor": 1}) == estimate(batch_size=8) < whole
+    assert estimate(batch_size=16, mesh=ONE_DEVICE | {"data": 2}) == estimate(batch_size=8) < whole
+    assert estimate(batch_size=16, mesh=ONE_DEVICE | {"context": 2}) == estimate(batch_size=8)
+    half = estimate(batch_size=1, seq_len=32)
+    assert estimate(batch_size=1, mesh=ONE_DEVICE | {"context": 2}).activations == half.activations
     parts = estimate(batch_size=16, accumulate=2)
     assert parts.activations == estimate(batch_size=8).activations
     assert parts.gradients == 2 * whole.gradients
@@ -99,8 +133,7 @@ def test_devices_share_heads_width_and_vocabulary():
     options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
     expected = step_memory(alike, policies, params, params, **options)
     assert (
-        step_memory(model, policies, params, params, mesh={"data": 1, "fsdp": 1, "tensor": 2}, **options)
-        == expected
+        step_memory(model, policies, params, params, mesh=ONE_DEVICE | {"tensor": 2}, **options) == expected
     )
 
 

@@ -21,11 +21,11 @@ import train as training_program
 from models import decoder
 from models.configs import DecoderConfig, get_config
 from models.huggingface.files import Reader
-from models.sharding import AXES
 from training import sharding as parameter_sharding
 from training.command_line import parse
 from training.config import Config
 from training.huggingface import export_checkpoint
+from training.memory import ONE_DEVICE
 from training.phases import Phase
 from training.process.together import join_processes, wait_for_coordinator
 from training.run.setup import fits_mesh
@@ -80,14 +80,14 @@ def check_curves(pairs, evaluated: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
-        (None, (1, 8, 1)),
-        ("data=8", (8, 1, 1)),
-        ("tensor=2, data=4", (4, 1, 2)),
-        ("data=2,fsdp=2,tensor=2", (2, 2, 2)),
+        (None, (1, 8, 1, 1)),
+        ("data=8", (8, 1, 1, 1)),
+        ("tensor=2, data=4", (4, 1, 1, 2)),
+        ("context=2,fsdp=2,tensor=2", (1, 2, 2, 2)),
     ],
 )
 def test_a_mesh_is_written_as_sizes(text, sizes):
-    assert tuple(parse_mesh(text, 8).values()) == sizes
+    assert tuple(parse_mesh(text, 8)[axis] for axis in ("data", "fsdp", "context", "tensor")) == sizes
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_mesh_is_written_as_sizes(text, sizes):
     [
         ("fsdp=4", "is for 4 devices and there are 8; choose sizes that multiply to 8"),
         ("data=4,fsdp=4", "is for 16 devices"),
-        ("model=8", "of the axes data, fsdp, tensor; got 'model=8'"),
+        ("model=8", "of the axes data, fsdp, context, tensor; got 'model=8'"),
         ("fsdp", "takes AXIS=SIZE"),
         ("fsdp=0", "takes AXIS=SIZE"),
         ("fsdp=2,fsdp=4", "names fsdp twice"),
@@ -142,7 +142,7 @@ def test_the_published_models_fit_large_meshes(name, text):
 
 
 def test_every_device_gets_as_many_sequences():
-    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    sizes = parse_mesh("data=2,fsdp=2,tensor=2", 8)
     check_batch(sizes, 8, 2)
     for batch_size, accumulate in ((6, 1), (4, 2)):
         with pytest.raises(
@@ -164,8 +164,9 @@ def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(sizes, batch_size,
     model = DecoderConfig(257, 256, 2, 4, 4, 32, 256)
     phases = [Phase(1, "wgrad", decoder.layer_policies(model, mxjax.get_policy("wgrad")))]
     fits = functools.partial(fits_mesh, model, phases)
+    sizes = ONE_DEVICE | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
     with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
-        check_batch(dict(zip(AXES, sizes, strict=True)), batch_size, accumulate, fits)
+        check_batch(sizes, batch_size, accumulate, fits)
 
 
 def test_train_ends_with_what_to_change(tmp_path):
@@ -223,7 +224,7 @@ def test_processes_that_do_not_join_end_the_program_in_one_line(monkeypatch, cap
     "shape", [pytest.param((1, 8, 1), marks=EXHAUSTIVE), pytest.param((2, 2, 2), marks=SLOW)]
 )
 def test_losses_on_meshes_are_those_of_one_device(shape):
-    """Three steps and an evaluation whose batch the mesh does not divide."""
+    """Three steps and an evaluation whose batch the mesh does not divide, with a mask of documents."""
     check_curves([("wgrad_rht", shape)], "wgrad_rht")
 
 
@@ -255,7 +256,7 @@ def test_a_vocabulary_is_filled_by_whole_units_of_the_head():
         decoder.layer_policies(model, mxjax.get_policy("wgrad"), [("head", mxjax.get_policy(head))])
         for head in ("bf16", "wgrad")
     )
-    sizes = {"data": 1, "fsdp": 4, "tensor": 1}
+    sizes = parse_mesh("fsdp=4", 4)
     assert filled_size(sizes, model, [plain, quantized]) == 257
     assert filled_size(sizes | {"tensor": 2}, model, [plain]) == 258
     assert filled_size(sizes | {"tensor": 2}, model, [plain, quantized]) == 320

@@ -22,7 +22,7 @@ from training.data.indexed_dataset import IndexedWriter
 from training.log.mlperf import TOKEN, MLPerfLog, settings
 from training.log.reporter import StepReporter
 from training.memory import ONE_DEVICE
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.run.record import from_json, to_json
 
 checker = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
@@ -137,7 +137,9 @@ def test_the_log_passes_the_compliance_checker(tmp_path, policy):
 
 def test_the_log_says_how_a_mesh_shares_the_work():
     config = parse([*PRESET, "--accumulate", "2"])
-    found = settings(config, policies_of(config), 1024, "cpu", {"data": 2, "fsdp": 4, "tensor": 8})
+    found = settings(
+        config, policies_of(config), 1024, "cpu", ONE_DEVICE | {"data": 2, "fsdp": 4, "tensor": 8}
+    )
     assert (found["tensor_parallelism"], found["pipeline_parallelism"]) == (8, 1)
     parts = found["micro_batch_size"] * found["gradient_accumulation_steps"] * 2 * 4
     assert parts == found["global_batch_size"] == 32

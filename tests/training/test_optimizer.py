@@ -13,7 +13,8 @@ from models.configs import DecoderConfig
 from training.command_line import parse
 from training.config import Config, OptimizerConfig
 from training.log.report import low_learning_rate
-from training.optimizer import decayed, keeps_finite, learning_rate, make_optimizer
+from training.optimizer.optimizers import decayed, keeps_finite, make_optimizer
+from training.optimizer.schedule import learning_rate
 
 
 def test_warm_up_and_cosine():
@@ -29,6 +30,38 @@ def test_warm_up_and_cosine():
     on_host = learning_rate(config, 1_200_000, np)
     for step in (0, 63, 128, 5000, 1_200_000):
         np.testing.assert_allclose(on_host(step), schedule(step), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ("--schedule constant", {0: 1, 4: 5, 5: 5, 99: 5, 500: 5}),
+        ("--schedule wsd --decay 40", {4: 5, 60: 5, 80: 3, 99: 1 + 4 / 40, 100: 1}),
+        ("--schedule wsd --decay 40 --decay-shape 1-sqrt", {60: 5, 70: 3, 100: 1}),
+        ("--schedule wsd", {80: 5, 90: 3, 100: 1}),
+    ],
+)
+def test_other_schedules_by_hand(flags, rates):
+    """Of 100 steps, a peak of 5, a final fifth of it and 4 steps of warm-up."""
+    flags = f"--lr 5 --steps 100 --warmup-steps 4 --min-lr-ratio 0.2 {flags}"
+    config = parse(flags.split())
+    for numpy in (np, jnp):
+        schedule = learning_rate(config.optimizer, config.steps, numpy)
+        found = {step: float(schedule(step)) for step in rates}
+        assert found == pytest.approx(rates, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
+        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
+    ],
+)
+def test_a_decay_without_effect_or_room_is_refused(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_warm_up_that_outlasts_the_run_is_named_with_the_highest_learning_rate():
@@ -109,6 +142,28 @@ def test_a_finite_state_stays_finite_where_that_is_said(config):
         params = optax.apply_updates(params, updates)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
         assert np.abs(state[1][0].mu["w"]).max() <= config.clip * 1.001
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_so_it_does_with_muon_and_sgd(name):
+    config = OptimizerConfig(optimizer=name, clip=1e15, momentum=0.999999)
+    model = DecoderConfig(8, 8, 2, 2, 1, 4, 8)
+    optimizer, certain = make_optimizer(config, model), keeps_finite(config)
+    assert certain is not None
+    assert bool(certain(jnp.float32(1)))
+    assert not keeps_finite(dataclasses.replace(config, adam_lr=1.0))(jnp.float32(1)) or name == "sgd"
+    assert keeps_finite(dataclasses.replace(config, momentum=1 - 1e-7)) is None
+    largest, rng = np.finfo(np.float32).max, np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda a: jnp.float32(largest * rng.choice([-1, 0, 1], a.shape)), decoder.abstract_params(model)
+    )
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for exponent in (-38, -25, 0, 15, -38, 15, 15, -10):
+        signs = jax.tree.map(lambda p: jnp.float32(rng.choice([-1, 0, 1], p.shape)), params)
+        grads = optax.tree.scale(jnp.float32(10.0**exponent), signs)
+        updates, state = update(grads, state, params, learning_rate=jnp.float32(1))
+        params = optax.apply_updates(params, updates)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
 
 
 @pytest.mark.parametrize(

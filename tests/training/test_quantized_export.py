@@ -12,7 +12,7 @@ from support.llamas import layer_policies, logits_of, params_of, rewrite_params,
 
 import mxjax
 from models import decoder
-from models.configs import DecoderConfig
+from models.configs import DecoderConfig, ExpertsConfig
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from models.huggingface.quantized import choose_operands, quantized_weights
@@ -20,7 +20,7 @@ from training.huggingface import export_checkpoint, import_checkpoint
 from training.phases import Phase, to_record
 
 CONFIG = DecoderConfig(300, 64, 2, 4, 2, 32, 96, rope_theta=10_000.0, init_std=0.2)
-FORMATS = ("mxfp4", "quark")
+WEIGHT_ONLY = mxjax.get_policy("weight_only")
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +36,44 @@ def run(params, tmp_path_factory):
     rewrite_params(folder / "seed", CONFIG, params)
     import_checkpoint(folder / "seed", folder / "run")
     shutil.rmtree(folder / "run" / "huggingface")  # as if it had been trained here
-    saved = json.loads((folder / "run" / "config.json").read_text())
-    policies = layer_policies(CONFIG, "weight_only", [("blocks[-1].mlp.*", "bf16")])
-    record = saved | to_record([Phase(1, "weight_only", policies)])
-    (folder / "run" / "config.json").write_text(json.dumps(record))
+    set_policy(folder / "run", WEIGHT_ONLY)
     return folder / "run"
 
 
-@pytest.mark.parametrize("rhs", [{}, {"scale_rule": "even"}, {"block_shape": (32, 32)}, {"block_shape": 64}])
+def set_policy(run, policy):
+    """Records a policy, as a run has it that rounds by it except in the last block's MLP."""
+    path = run / "config.json"
+    policies = layer_policies(CONFIG, policy, [("blocks[-1].mlp.*", "bf16")])
+    record = json.loads(path.read_text()) | to_record([Phase(1, "weight_only", policies)])
+    path.write_text(json.dumps(record))
+
+
+def weight_only(**rhs):
+    """Returns a policy that rounds weights alone, as this operand says."""
+    fprop = dataclasses.replace(WEIGHT_ONLY.fprop, rhs=mxjax.Operand(**rhs))
+    return dataclasses.replace(WEIGHT_ONLY, fprop=fprop)
+
+
+@pytest.mark.parametrize(
+    "rhs",
+    [
+        {},
+        {"scale_rule": "even"},
+        {"block_shape": (32, 32)},
+        {"block_shape": 64},
+        {"format": "nvfp4"},
+        {"format": "nvfp4", "block_shape": (16, 16)},
+        {"format": "nvfp4", "scale_max": 256, "four_over_six": "mse"},
+    ],
+)
 def test_exported_values_are_those_that_the_fprop_multiplies(params, rhs):
-    """MXFP4 represents the identity, so its product with a weight is the weight as the Fprop reads it."""
-    policy = mxjax.Policy(fprop=mxjax.Gemm(rhs=mxjax.Operand(**rhs)))
+    """The identity is exact in bfloat16, so its product with a weight is the weight as the Fprop reads it.
+
+    NVFP4's divisor is rounded to float32, and so is its inverse.
+    """
+    policy, number = weight_only(**rhs), rhs.get("format", "mxfp4")
     layers = layer_policies(CONFIG, policy, [("head", policy)])
-    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, layers, None)[0]))
+    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, layers, None, number)[0]))
     assert len(found) == 15
 
     def multiplied(w):
@@ -64,18 +89,73 @@ def test_exported_values_are_those_that_the_fprop_multiplies(params, rhs):
         "lm_head": multiplied(params["head"]),
     }
     for name, values in expected.items():
-        np.testing.assert_array_equal(found[name].values(), values, err_msg=name)
+        rounded = 0 if number == "mxfp4" else 2**-22
+        np.testing.assert_allclose(found[name].values(), values, rtol=rounded, err_msg=name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_export_import_export_gives_the_same_bytes(run, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "rhs"),
+    [
+        ("mxfp4", {}),
+        ("mxfp4", {"scale_rule": "even"}),
+        ("quark", {}),
+        ("nvfp4", {"format": "nvfp4"}),
+        ("nvfp4", {"format": "nvfp4", "block_shape": (16, 16)}),
+    ],
+)
+def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
+    """NVFP4's divisors may differ in their last bit, since the values are rounded to float32."""
+    shutil.copytree(run, tmp_path / "run")
+    run = tmp_path / "run"
+    set_policy(run, weight_only(**rhs))
     export_checkpoint(run, tmp_path / "out", quantize=name, activations=name == "quark")
     import_checkpoint(tmp_path / "out", tmp_path / "again")
-    shutil.copyfile(run / "config.json", tmp_path / "again" / "config.json")  # its policies
+    set_policy(tmp_path / "again", weight_only(**rhs))
     export_checkpoint(tmp_path / "again", tmp_path / "once more", quantize=name)
-    assert tensors(tmp_path / "once more") == tensors(tmp_path / "out")
+    first, second = tensors(tmp_path / "out"), tensors(tmp_path / "once more")
+    divisors = [n for n in first if n.endswith("weight_global_scale")]
+    assert bool(divisors) == (name == "nvfp4")
+    for n in divisors:
+        one, other = (np.frombuffer(found.pop(n)[1], np.float32) for found in (first, second))
+        np.testing.assert_array_max_ulp(one, other, maxulp=1)
+    assert first == second
     export_checkpoint(tmp_path / "again", tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["mixtral", "qwen3_moe"])
+def test_each_expert_is_packed(qk_norm, name, tmp_path):
+    """Each has the values that `ragged_dot` multiplies, and transformers finds all it looks for.
+
+    transformers 5.24 drops the divisors of NVFP4's experts.
+    """
+    experts = ExpertsConfig(3, 2, renormalized=True)
+    config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm)
+    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
+    (tmp_path / "seed").mkdir()
+    rewrite_params(tmp_path / "seed", config, params)
+    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", quantize=name)
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    w = jnp.asarray(params["blocks"]["mlp"]["down"][1])
+    rows = jnp.tile(jnp.eye(w.shape[1]), (len(w), 1))
+    policy = weight_only(format=name)
+    multiplied = mxjax.ragged_dot(rows, w, np.full(len(w), w.shape[1]), policy=policy)
+    found = params_of(tmp_path / "again")[1]["blocks"]["mlp"]["down"][1]
+    rounded = 0 if name == "mxfp4" else 2**-22
+    np.testing.assert_allclose(found, np.reshape(multiplied, w.shape), rtol=rounded)
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    if name == "nvfp4":
+        return
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 20))
+    theirs = model(model.dummy_inputs["input_ids"].new_tensor(tokens)).logits.detach().float().numpy()
+    ours = logits_of(*params_of(tmp_path / "again"), tokens)
+    assert np.abs(theirs - ours).mean() < 0.02 * np.abs(ours).max()
 
 
 def test_unrepresentable_fprops_are_refused():
@@ -95,8 +175,10 @@ def test_unrepresentable_fprops_are_refused():
     [
         ({"activations": True}, "add --quantize mxfp4"),
         ({"quantize": "mxfp4", "dtype": "float32"}, "loaders compute quantized models in bfloat16"),
-        ({"quantize": "gguf", "activations": True}, "are not for --quantize gguf"),
+        ({"quantize": "gguf", "activations": True}, "is not for --quantize gguf"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
+        ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
+        ({"quantize": "nvfp4", "scale_rule": "even"}, "leave it out with nvfp4"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(run, tmp_path, flags, message):
@@ -127,7 +209,7 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
     with Writer(tmp_path / "out", {n: spec for n, (spec, _) in values.items()}, 2**30) as writer:
         for n, (_, value) in values.items():
             writer.write(n, value)
-    with pytest.raises(ValueError, match=r"weight_scale \['U8', 96, 1\]"):
+    with pytest.raises(ValueError, match=r"weight_scale is \['U8', 96, 1\]"):
         import_checkpoint(tmp_path / "out", tmp_path / "again")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -181,21 +263,52 @@ def test_gguf_reads_what_the_fprop_multiplies(run, params, tmp_path):
         np.testing.assert_array_equal(loaded.get_submodule(name).weight.detach(), found[name].values())
 
 
-def test_transformers_loads_it_and_agrees(run, params, tmp_path):
-    torch = pytest.importorskip("torch")
+def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
+    """Divisors are those of the largest inputs that transformers sees, and a layer's product is `dot`'s."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    shutil.copytree(run, tmp_path / "run")
+    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    text = tmp_path / "text"
+    text.write_bytes(bytes(np.random.default_rng(1).integers(97, 123, 40, np.uint8)))
+    flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(text)}
+    export_checkpoint(tmp_path / "run", tmp_path / "out", **flags)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    linear = {n: m for n, m in model.named_modules() if hasattr(m, "input_global_scale")}
+    assert len(linear) == 11
+    inputs, outputs = {}, {}
+    for name, module in linear.items():
+        module.register_forward_pre_hook(lambda _, x, name=name: inputs.update({name: x[0]}))
+        module.register_forward_hook(lambda _, x, y, name=name: outputs.__setitem__(name, y))
+        module.quantization_enabled = False
+    tokens = torch.tensor([list(text.read_bytes())])
+    with torch.no_grad():
+        model(tokens)
+        for name, module in linear.items():
+            largest = float(inputs[name].abs().max())
+            assert float(module.input_global_scale) == pytest.approx(2688 / largest, rel=0.03)
+            module.quantization_enabled = True
+        plain = outputs.copy()
+        model(tokens)
+    name = "model.layers.0.self_attn.q_proj"
+    x, w = (t.detach().float().numpy() for t in (inputs[name][0], linear[name].weight.T))
+    both = mxjax.Gemm(mxjax.Operand("nvfp4"), mxjax.Operand("nvfp4"))
+    ours = np.asarray(mxjax.dot(jnp.asarray(x), jnp.asarray(w), policy=mxjax.Policy(fprop=both)))
+    theirs, without = (found[name][0].float().numpy() for found in (outputs, plain))
+    # They scale in bfloat16, so that a few activations next to a tie are rounded otherwise.
+    assert np.abs(theirs - without).mean() > 10 * np.abs(theirs - ours).mean()
+
+
+def test_transformers_loads_what_the_fprop_multiplies(run, params, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     export_checkpoint(run, tmp_path / "out", quantize="mxfp4")
     load = transformers.LlamaForCausalLM.from_pretrained
     model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(report.values()), report
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 60))
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(tokens)).logits.float().numpy()
-    import_checkpoint(tmp_path / "out", tmp_path / "again")
-    ours = logits_of(*params_of(tmp_path / "again"), tokens)
-    np.testing.assert_allclose(theirs, ours, atol=0.03 * np.abs(ours).max())  # bfloat16
-    policies = layer_policies(CONFIG, "weight_only")
-    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, policies, None)[0]))
-    weight = model.get_submodule(name := "model.layers.0.mlp.down_proj").weight.float().numpy()
+    found = dict(quantized_weights(CONFIG, params, choose_operands(CONFIG, None, None)[0]))
+    model(model.dummy_inputs["input_ids"] % CONFIG.vocab_size)  # the first pass unpacks
+    weight = model.get_submodule(name := "model.layers.0.mlp.down_proj").weight.float().detach().numpy()
     np.testing.assert_array_equal(weight, found[name].values())

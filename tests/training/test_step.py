@@ -10,7 +10,7 @@ from support.llamas import SMALL, layer_policies
 from models import decoder
 from mxjax.products import linear
 from training.config import OptimizerConfig
-from training.optimizer import keeps_finite, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.step import evaluate, init_state, largest_values, layer_names, make_eval_step, make_train_step
 
 

@@ -2,13 +2,20 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Integer
 
+from models.documents import Documents
 from training.config import DataConfig
-from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation
-from training.data.text import VOCAB_SIZE, TextCorpus, load_text
+from training.data.evaluation_sets import EvaluationSet, bytes_of_targets
+from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation, parse_blend
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, TextCorpus, evaluation_batches, load_text
+from training.data.token_bytes import TokenBytes, token_bytes_of
+from training.data.tokenizer import tokenizer_path
+
+Tokens = Integer[np.ndarray, " n"]
 
 
 def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | MegatronCorpus:
@@ -20,20 +27,20 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
     Raises:
       ValueError: the data cannot be read, or token ids exceed the vocabulary.
     """
+    paths = list(config.eval_paths.values())
     if is_indexed(config.data):
-        held_out = config.eval_data
-        if held_out is not None and not is_indexed([held_out]) and pathlib.Path(held_out).exists():
-            raise ValueError(
-                f"--eval-data {held_out} is text and --data is tokenized; tokenize both or neither"
-            )
+        for path in paths:
+            if not is_indexed([path]) and pathlib.Path(path).exists():
+                raise ValueError(
+                    f"--eval-data {path} is text and --data is tokenized; tokenize both or neither"
+                )
         return load_megatron(config, model_vocab_size)
     corpus = load_text(pathlib.Path(config.data[0]) if config.data else None)
-    if config.eval_data is not None:
-        if is_indexed([config.eval_data]):
-            raise ValueError(
-                f"--eval-data {config.eval_data} is tokenized and --data is text; tokenize both or neither"
-            )
-        held_out = load_text(pathlib.Path(config.eval_data), "--eval-data")
+    for path in paths:
+        if is_indexed([path]):
+            raise ValueError(f"--eval-data {path} is tokenized and --data is text; tokenize both or neither")
+    if paths:
+        held_out = load_text(pathlib.Path(paths[0]), "--eval-data")
         whole = (np.concatenate([c.train, c.validation]) for c in (corpus, held_out))
         corpus = TextCorpus(*whole, source=corpus.source)
     else:
@@ -43,6 +50,68 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
             f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
         )
     return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
+
+
+def held_out_tokens(data: DataConfig, corpus: TextCorpus | MegatronCorpus) -> dict[str, Tokens]:
+    """Returns the tokens of a run's evaluation sets by name: the corpus's own, then other --eval-data.
+
+    Raises:
+      ValueError: one cannot be read, or has token ids that exceed the vocabulary.
+    """
+    paths, size = data.eval_paths, corpus.vocab_size
+    first, *others = paths or [""]
+    read = {name: load_held_out(paths[name], size, whole=True, seq_len=data.seq_len) for name in others}
+    return {first: corpus.validation} | read
+
+
+def make_sets(
+    tokens: Mapping[str, Tokens],
+    data: DataConfig,
+    n_batches: int,
+    vocab_size: int,
+    n_sequences: int | None,
+    paths: Iterable[str] | None = None,
+) -> tuple[EvaluationSet, ...]:
+    """Returns evaluation sets with the bytes of their targets; see `evaluation_batches`.
+
+    Args:
+      tokens: the tokens of each set, by name.
+      paths: where they come from. Default: --eval-data, or else --data.
+    Raises:
+      ValueError: too few tokens, or an id of vocab_size or greater.
+    """
+    trained_on = parse_blend(data.data)[0] if is_indexed(data.data) else data.data
+    own = data.eval_paths.values() if paths is None else paths
+    token_bytes, found = _token_bytes([*own, *trained_on], vocab_size), []
+    for name, stream in tokens.items():
+        options = {"n_sequences": n_sequences, "part": name or "validation"}
+        batches = list(evaluation_batches(stream, data, n_batches, vocab_size, **options))
+        found.append(EvaluationSet(name, batches, bytes_of_targets(batches, token_bytes)))
+    return tuple(found)
+
+
+def _token_bytes(paths: Sequence[str], vocab_size: int) -> TokenBytes | None:
+    """Returns the bytes of each token's text: by the first tokenizer beside a dataset, or those of text."""
+    if not any(is_indexed([path]) for path in paths):
+        return (np.arange(vocab_size) < END_OF_DOCUMENT).astype(np.int64)
+    tokenizers = [path for path in map(tokenizer_path, paths) if path.exists()]
+    return token_bytes_of(tokenizers[0], vocab_size) if tokenizers else None
+
+
+def documents_of(config: DataConfig, corpus: TextCorpus | MegatronCorpus) -> Documents | None:
+    """Returns the documents that attention keeps apart; None without a mask.
+
+    Raises:
+      ValueError: the flags ask for documents whose ends the data does not mark.
+    """
+    end = None if config.document_mask == "off" else corpus.document_end
+    if end is None and (config.document_mask == "on" or config.restart_positions):
+        flag = "--restart-positions" if config.restart_positions else "--document-mask on"
+        raise ValueError(
+            f"{flag}: no token ends every document of {corpus.source}, and nothing else; tokenize the text "
+            f"with --append-eod, or leave {flag} out"
+        )
+    return None if end is None else Documents(end, config.restart_positions)
 
 
 def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:
@@ -63,7 +132,7 @@ def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:
     return TextCorpus(tokens[:-fewest], tokens[-fewest:], source)
 
 
-def load_held_out(path: str, vocab_size: int, whole: bool, seq_len: int) -> Integer[np.ndarray, " n"]:
+def load_held_out(path: str, vocab_size: int, whole: bool, seq_len: int) -> Tokens:
     """Returns the validation part of a text or dataset, or the whole of it.
 
     A text is split as a run with sequences of `seq_len` splits it.

@@ -81,6 +81,12 @@ class MegatronCorpus:
         return sum(int(d.lengths[r.start : r.stop].sum(dtype=np.int64)) for d, r in parts)
 
     @property
+    def document_end(self) -> int | None:
+        """The token that ends each document of all datasets; None if there is none."""
+        ends = {dataset.document_end() for dataset in self.datasets}
+        return ends.pop() if len(ends) == 1 else None
+
+    @property
     def facts(self) -> dict[str, int | str]:
         """The identity of the data: source, sizes, and a checksum of lengths and pieces of the tokens."""
         checksums = "".join(dataset.checksum() for dataset in self.datasets)
@@ -176,7 +182,8 @@ class MegatronCorpus:
 def load_megatron(config: DataConfig, model_vocab_size: int) -> MegatronCorpus:
     """Opens and checks the datasets that a configuration names, in seconds whatever their size.
 
-    Without `eval_data` the last 5 % of the documents are held out for evaluation: Megatron's split 95,5.
+    The first of several `eval_data` becomes `validation`. Without it the last 5 % of the documents are held
+    out for evaluation: Megatron's split 95,5.
     The vocabulary is `vocab_size`, else that of PREFIX.tokenizer.json rounded up to a multiple of 128, else
     model_vocab_size.
 
@@ -184,10 +191,10 @@ def load_megatron(config: DataConfig, model_vocab_size: int) -> MegatronCorpus:
       ValueError: broken files, ids that exceed the vocabulary, different tokenizers, or no evaluation data.
     """
     prefixes, weights = parse_blend(config.data)
-    if config.eval_data is None and len(prefixes) > 1:
+    if not config.eval_paths and len(prefixes) > 1:
         raise ValueError("--data names several datasets: name one to evaluate on, as --eval-data PREFIX")
     datasets = tuple(IndexedDataset(prefix) for prefix in prefixes)
-    held_out = [] if config.eval_data is None else [IndexedDataset(config.eval_data)]
+    held_out = [IndexedDataset(prefix) for prefix in config.eval_paths.values()]
     vocab_size = _vocabulary([d.prefix for d in (*datasets, *held_out)], config.vocab_size, model_vocab_size)
     for dataset in (*datasets, *held_out):
         dataset.check_ids(vocab_size)

@@ -88,6 +88,7 @@ def evaluation_batches(
     vocab_size: int | None = None,
     *,
     n_sequences: int | None = None,
+    part: str = "validation",
 ) -> Iterator[Int32[np.ndarray, "batch length"]]:
     """Yields the first n_batches batches of the tokens, in order; the last may be short.
 
@@ -97,21 +98,22 @@ def evaluation_batches(
       n_batches: how many batches to yield.
       vocab_size: checks the token ids against this vocabulary.
       n_sequences: yields exactly this many sequences instead of n_batches.
+      part: name of the data, for messages.
     Raises:
       ValueError: too few tokens, or an id of vocab_size or greater.
     """
-    windows = Windows(tokens, config.seq_len, "validation")
+    windows = Windows(tokens, config.seq_len, part)
     end = min(len(windows), n_batches * config.batch_size)
     if n_sequences is not None:
         end = n_sequences
         if end > len(windows):
             raise ValueError(
-                f"--eval-sequences {end} asks for more than the {len(windows)} of the validation data"
+                f"--eval-sequences {end} asks for more than the {len(windows)} of the {part} data"
             )
     for start in range(0, end, config.batch_size):
         batch = np.stack([windows[i] for i in range(start, min(start + config.batch_size, end))])
         if vocab_size is not None:
-            check_tokens(batch.ravel(), vocab_size, "the validation data")
+            check_tokens(batch.ravel(), vocab_size, f"the {part} data")
         yield batch
 
 
@@ -129,7 +131,7 @@ def rows_of_a_shard(batch_size: int, count: int) -> int:
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 _VALIDATION_SHARE = 20  # one file, or one byte, in 20
-_COMPRESSED, _LINES, _DATASET = {".gz", ".parquet"}, {".json", ".jsonl"}, (".bin", ".idx")
+_COMPRESSED, _LINES, _DATASET = {".gz", ".zst", ".parquet"}, {".json", ".jsonl"}, (".bin", ".idx")
 _LONGEST_LINE = 2**24  # bytes
 _MEMORY = 5  # bytes that reading a byte takes: itself, and twice a token of two
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
@@ -156,6 +158,11 @@ class TextCorpus:
     def train_tokens(self) -> int:
         """Number of training tokens."""
         return len(self.train)
+
+    @property
+    def document_end(self) -> int:
+        """The token that ends a document."""
+        return END_OF_DOCUMENT
 
     def batches(
         self, config: DataConfig, seed: int, steps: int, start: int = 0, shard: tuple[int, int] = (0, 1)
@@ -292,9 +299,8 @@ def _tokenizing(root: pathlib.Path, path: pathlib.Path, flag: str) -> str:
     name = shlex.quote(str(root))
     if root.is_dir() and any(root.glob("c4-train.*.json.gz")):  # the validation split stands beside it
         name = shlex.quote(f"{root}/c4-train.*.json.gz")
-    elif path.parent != root and path != root:  # --input takes no folders of a folder
-        suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-        name = shlex.quote(f"{root}/**/*{suffix}")
+    elif path.parent != root and path != root:
+        name += " --recursive"
     command = f"python -m training.tokenize --input {name} --output PREFIX --train-tokenizer --append-eod"
     return f"tokenize it first: {command}, then {flag} PREFIX"
 

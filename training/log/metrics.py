@@ -185,22 +185,42 @@ def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
             yield "/".join((*path[1:], name)), value
 
 
+_NUMBERS = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "tflops_per_device", "mfu")
+_NUMBERS += ("memory_peak_bytes", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "sqnr_db")
+
+
 def parse_record(line: bytes) -> dict[str, Any]:
-    """Returns the values of a line of metrics.jsonl or spikes.jsonl; raises ValueError if it is damaged."""
+    """Returns the values of a line of metrics.jsonl or spikes.jsonl; raises ValueError if it is damaged.
+
+    Numbers that were NaN or infinite are floats again.
+    """
     values = parse_object(line)
     step = values.get("step")
     if type(step) is not int or not 1 <= step < 2**63:
         raise ValueError(f"its step is {_short(step)}")
-    for name in ("loss", "eval_loss"):
-        if name in values:
-            values[name] = _loss(name, values[name])
+    sets, layers = (_of_objects(values, name) for name in ("eval_sets", "layers"))
+    for one in sets:
+        one["eval_loss"] = one.get("eval_loss")
+    measured = [gemm for layer in layers for gemm in layer.values() if isinstance(gemm, dict)]
+    for record in (values, *sets, *measured):
+        for name in _NUMBERS:
+            if name in record:
+                record[name] = _number(name, record[name])
     if not isinstance(values.get("skipped", False), bool):
         raise ValueError(f"skipped is {_short(values['skipped'])}")
     return values
 
 
-def _loss(name: str, value: Any) -> float:
-    """Returns a loss as a number; raises ValueError unless it is one, or what `json_line` writes for one."""
+def _of_objects(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the values of an object of objects; none if the name is missing."""
+    found = values.get(name, {})
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise ValueError(f"{name} is {_short(found)}")
+    return list(found.values())
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a value as a number; raises ValueError unless it is one, or what `json_line` writes for one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         if is_number or value in ("nan", "inf", "-inf"):
@@ -217,7 +237,7 @@ def _short(value: Any) -> str:
 
 
 def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics.jsonl; losses that were NaN or infinite are floats again.
+    """Returns the lines of a run's metrics.jsonl; see `parse_record`.
 
     Raises:
       ValueError: a line is damaged; the message says which.
@@ -230,9 +250,17 @@ def evaluations(folder: pathlib.Path) -> dict[int, float]:
     return {r["step"]: r["eval_loss"] for r in read_records(folder) if "eval_loss" in r}
 
 
-def in_words(evaluation: Mapping[str, float]) -> str:
-    """Returns the printed form of an evaluation."""
-    return f"eval loss {evaluation['eval_loss']:.4f}  perplexity {evaluation['eval_perplexity']:.3f}"
+def in_words(evaluation: Mapping[str, Any]) -> str:
+    """Returns the printed form of an evaluation, of each set that has a name."""
+    sets = evaluation.get("eval_sets", {"": evaluation})
+    return "; ".join(f"{f'{name}: ' if name else ''}{_one_in_words(one)}" for name, one in sets.items())
+
+
+def _one_in_words(one: Mapping[str, Any]) -> str:
+    text = f"eval loss {one['eval_loss']:.4f}  perplexity {one['eval_perplexity']:.3f}"
+    bits, average = one.get("eval_bits_per_byte"), one.get("ema_eval_loss")
+    text = text if bits is None else f"{text}  bits per byte {bits:.4f}"
+    return text if average is None else f"{text}  average's loss {average:.4f}"
 
 
 def json_line(values: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """Returns the settings at the head of a run's log; empty without --mllog."""
     if not plan.config.mlperf.mllog:
         return {}
-    sequences = sum(len(batch) for batch in plan.held_out)
+    sequences = sum(len(batch) for batch in plan.held_out[0].batches)
     layers = [layer for phase in plan.phases for layer in phase.layers.items()]
     policies = LayerPolicies(*zip(*layers, strict=True))  # of all phases, for their lowest precision
     return settings(plan.config, policies, sequences, jax.devices()[0].device_kind, plan.mesh.shape)

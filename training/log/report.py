@@ -4,6 +4,7 @@ import pathlib
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from training.deoscillation import parse_deoscillation
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase
 from training.plan import Plan
 
@@ -42,6 +43,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             f"data {plan.corpus.source}: {plan.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter{repeated}), "
             f"unigram entropy {plan.corpus.unigram_entropy():.4f}",
+            attention_text(plan),
             *(line for phase in plan.phases for line in phase_lines(phase)),
             f"run {folder} on {mesh_text(plan.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
@@ -51,6 +53,14 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             *long_sequences(config),
         ]
     )
+
+
+def attention_text(plan: Plan) -> str:
+    """Returns what attention sees of a sequence of several documents."""
+    if (documents := plan.documents) is None:
+        return "attention over whole sequences, across documents"
+    counted = ", where positions restart" if documents.restart_positions else ""
+    return f"attention within documents, which end with token {documents.end}{counted}"
 
 
 def late_flags(config: Config) -> list[str]:
@@ -126,7 +136,7 @@ def memory_text(needed: Memory, remat: str) -> str:
     text += f", {100 * needed.total / limit:.0f} % of {gib(limit)} GiB"
     if needed.total > limit:
         text += "\nwarning: that is more than there is: lower --batch-size, raise --accumulate, or choose "
-        text += "--remat dots, fp4 or full"
+        text += "--remat dots, fp4 or full; --plan finds what fits"
     return text
 
 
@@ -135,7 +145,7 @@ def summary(
     folder: pathlib.Path,
     step: int,
     done: bool,
-    evaluation: Mapping[str, float],
+    evaluation: Mapping[str, Any],
     step_times: Sequence[float],
 ) -> str:
     """Returns the summary: the last evaluation, the speed, and the commands that come next.

@@ -15,16 +15,18 @@ import numpy as np
 
 from models.experts import summary
 from training.config import ObserveConfig
+from training.data.evaluation_sets import losses_of
 from training.log import throughput
 from training.log.display import Display
-from training.log.health import NonFiniteError, NonFiniteGuard, SpikeDetector
+from training.log.health import NonFiniteError, NonFiniteGuard
 from training.log.metrics import FILE as METRICS
 from training.log.metrics import MetricsLog, Sink, in_words
 from training.log.mlperf import FILE as MLLOG
 from training.log.mlperf import MLPerfLog, settings_of
 from training.log.sinks import EventFiles, WandbRun
+from training.log.spikes import SpikeDetector
 from training.memory import memory_use
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.plan import Plan
 from training.process.together import is_first_process, together
 from training.step import StepMetrics, TrainState, layer_names
@@ -94,7 +96,7 @@ class StepReporter:
         self._display.step(step, values | ({"mean_step_s": mean} if recent else {}))
         self._nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
         if metrics.finite:
-            self._spikes.check(step, values["loss"])
+            self._spikes.check(step, values["loss"], values["grad_norm"])
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -202,16 +204,17 @@ class RunLog:
         """Says that training pauses for an evaluation."""
         self._mlperf.evaluation_starts(step * self._batch_size)
 
-    def evaluation(self, step: int, found: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, found: Mapping[str, Any]) -> None:
         """Records an evaluation.
 
         Raises:
-          NonFiniteError: its loss is NaN or infinite.
+          NonFiniteError: the loss of a set is NaN or infinite.
         """
         self._log.write(step=step, tokens=step * self._tokens_a_step, **found)
         self.display.line(f"step {step:6d}  {in_words(found)}")
-        if not math.isfinite(loss := found["eval_loss"]):
-            raise NonFiniteError(f"eval loss {loss} at step {step}", step)
+        for name, loss in losses_of(found).items():
+            if not math.isfinite(loss):
+                raise NonFiniteError(f"eval loss {loss}{f' on {name}' if name else ''} at step {step}", step)
 
     def evaluation_ends(self, step: int, loss: float, last: bool) -> None:
         """Says that training continues after an evaluation, unless it was the last."""

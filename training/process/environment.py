@@ -91,18 +91,23 @@ _TOO_STRICT = {
 """Settings under which functions of JAX's own, and optax's, raise."""
 
 
-def start_jax() -> None:
+def start_jax(devices: int | None = None) -> None:
     """Starts JAX's devices, before anything else asks for them.
 
+    Args:
+      devices: virtual devices to make of a CPU. Default: the devices that there are.
     Raises:
       ValueError: JAX has none, such as without the driver of its plugin, or its settings forbid what a run
-        does; the message names the variable.
+        does; the message names the variable. Or JAX's devices are not the virtual ones.
     """
     for name, values in _TOO_STRICT.items():
         if (value := getattr(jax.config, name)) in values:
             raise ValueError(f"{name.upper()}={value}: functions of JAX and optax do not run so; unset it")
+    if devices is not None:
+        with contextlib.suppress(RuntimeError):  # JAX has started, in the program that calls
+            jax.config.update("jax_num_cpu_devices", devices)
     try:
-        jax.devices()
+        found = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # an AssertionError says nothing
         cause = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split())
         if not (given := jax.config.jax_platforms):
@@ -110,6 +115,12 @@ def start_jax() -> None:
         cause = cause and f" ({cause})"
         advice = "install the extra cuda or rocm (uv sync --extra cuda), or unset JAX_PLATFORMS"
         raise ValueError(f"JAX_PLATFORMS={given}: JAX has no such devices here{cause}; {advice}") from error
+    if devices is not None and (found[0].platform, len(found)) != ("cpu", devices):
+        raise ValueError(
+            f"--devices {devices} makes virtual devices of a CPU, and JAX has {len(found)} of platform "
+            f"{found[0].platform}: set JAX_PLATFORMS=cpu, or leave --devices out; CUDA_VISIBLE_DEVICES or "
+            "ROCR_VISIBLE_DEVICES chooses GPUs"
+        )
 
 
 def _user_cache() -> pathlib.Path | None:

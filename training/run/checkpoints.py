@@ -13,7 +13,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,9 +31,13 @@ from training.run.checksums import (
     find_problems,
     saved_shapes,
     saved_steps,
+    saved_tree,
     shapes,
 )
 from training.step import TrainState
+
+Weights = Literal["ema"]
+"""Weights of a checkpoint that are not its parameters: the average that --ema keeps."""
 
 
 class CheckpointError(RuntimeError):
@@ -144,24 +148,30 @@ class Checkpoints:
                 self._manager.wait_until_finished()
             self._saving = None
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        """Returns the newest state, with the shapes and dtypes of `like`, and the position in the data.
+    def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any] | None]:
+        """Returns a state, with the shapes and dtypes of `like`, and the position in the data.
 
         For a run that has not begun, see `save_params`, it returns `like` with saved parameters, and None.
-        It does not look for damage; `damaged.set_aside_damaged` does.
 
+        Args:
+          like: a state of the run.
+          step: the checkpoint's step, whose files are checked for damage. Default: the newest, where
+            `checksums.set_aside_damaged` has looked for it.
         Raises:
-          ValueError: there is no checkpoint, or it belongs to another model or step.
+          ValueError: there is no such checkpoint, it is damaged, or it belongs to another model or step.
         """
-        if self.latest is None:
+        if step is not None:
+            self._check_files(step)
+        step = self.latest if step is None else step
+        if step is None:
             raise ValueError(f"no checkpoint in {self._folder}; start a new run")
-        if not (self._folder / str(self.latest) / "rest").exists():
+        if not (self._folder / str(step) / "rest").exists():
             return like._replace(params=self.restore_params(like.params)), None
-        with self._reading(self.latest):
-            self._check_model(self.latest, like.params)
-            self._check_rest(self.latest, like)
+        with self._reading(step):
+            self._check_model(step, like.params)
+            self._check_rest(step, like)
             found = self._manager.restore(
-                self.latest,
+                step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardRestore(_abstract(like.params)),
                     rest=ocp.args.StandardRestore(_abstract(_rest(like))),
@@ -169,38 +179,65 @@ class Checkpoints:
                 ),
             )
         state = TrainState(params=found["params"], **found["rest"])
-        if int(state.step) != self.latest:
+        if int(state.step) != step:
             raise ValueError(
-                f"the checkpoint {self._folder / str(self.latest)} holds the state of step {state.step}; "
+                f"the checkpoint {self._folder / str(step)} holds the state of step {state.step}; "
                 "rename or remove it"
             )
-        if found["data"] != {"next_index": self.latest}:
+        if found["data"] != {"next_index": step}:
             raise ValueError(
-                f"the checkpoint {self._folder / str(self.latest)} holds no position in the data after step "
-                f"{self.latest}; rename or remove it"
+                f"the checkpoint {self._folder / str(step)} holds no position in the data after step "
+                f"{step}; rename or remove it"
             )
         return state, found["data"]
 
-    def restore_params(self, like: Any, step: int | None = None) -> Any:
-        """Returns the parameters alone, from the given step or the newest.
+    def restore_params(self, like: Any, step: int | None = None, weights: Weights | None = None) -> Any:
+        """Returns the parameters alone, or with "ema" their average, from the given step or the newest.
 
         Raises:
-          ValueError: there is no such step, its files are damaged, or it belongs to another model; the
-            message lists the other steps.
+          ValueError: there is no such step, its files are damaged, it belongs to another model, or it has no
+            average; the message lists the other steps.
         """
         steps = self._manager.all_steps()
         if not steps or step not in (None, *steps):
             which = "" if step is None else f" of step {step}"
             raise ValueError(f"no checkpoint{which} in {self._folder}; there are {sorted(steps) or 'none'}")
         step = max(steps) if step is None else step
-        folder = self._folder / str(step)
-        if problems := find_problems(folder):
-            others = sorted(set(steps) - {step}) or "none"
-            raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
+        self._check_files(step)
         with self._reading(step):
             self._check_model(step, like)
+            if weights == "ema":
+                return self._restore_average(step, like)
             args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
             return self._manager.restore(step, args=args)["params"]
+
+    def _restore_average(self, step: int, like: Any) -> Any:
+        """Returns the average of the parameters in an optimizer's state, and reads nothing else of it."""
+        folder = self._folder / str(step)
+        wanted = {_keys(path): leaf for path, leaf in jax.tree.leaves_with_path(_abstract(like))}
+
+        def of_average(path, _):
+            place = _place_in_average(path)
+            return ocp.PLACEHOLDER if place is None else wanted[place]
+
+        saved = saved_tree(folder / "rest") if (folder / "rest").exists() else {}
+        template = jax.tree.map_with_path(of_average, saved)
+        if all(leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(template)):
+            raise ValueError(f"--weights ema: {folder} holds no average; --ema keeps one from a run's start")
+        restore_args = ocp.checkpoint_utils.construct_restore_args(template)
+        args = ocp.args.PyTreeRestore(item=template, restore_args=restore_args)
+        # A manager of its own, since one reads an item in one way only.
+        with ocp.CheckpointManager(self._folder) as manager:
+            found = manager.restore(step, args=ocp.args.Composite(rest=args))["rest"]
+        leaves = {_place_in_average(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+        return jax.tree.map_with_path(lambda path, _: leaves[_keys(path)], like)
+
+    def _check_files(self, step: int) -> None:
+        """Raises ValueError if a checkpoint's files are damaged; the message lists the other steps."""
+        folder = self._folder / str(step)
+        if problems := find_problems(folder):
+            others = sorted({*self._manager.all_steps()} - {step}) or "none"
+            raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -297,6 +334,16 @@ class Checkpoints:
             raise CheckpointError(message) from cause
         remedy = "Check that the folder is in its place and can be written, and continue with --resume"
         raise CheckpointError(f"{failed}; {last}. {remedy}. {said}") from cause
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    return tuple(str(getattr(part, "key", part)) for part in path)
+
+
+def _place_in_average(path: Any) -> tuple[str, ...] | None:
+    """Returns the keys of a parameter's average below `AverageState.average`; None for other arrays."""
+    keys = _keys(path)
+    return keys[keys.index("average") + 1 :] if "average" in keys else None
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:

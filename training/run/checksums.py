@@ -222,8 +222,13 @@ def shapes(tree: Any) -> Shapes:
 
 def saved_shapes(item: pathlib.Path) -> Shapes:
     """Returns the shapes of a saved item's arrays; opens each array, but reads none of its values."""
+    return shapes(saved_tree(item))
+
+
+def saved_tree(item: pathlib.Path) -> Any:
+    """Returns the tree of a saved item, with shapes and dtypes of its arrays; reads none of their values."""
     with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-        return shapes(handler.metadata(epath.Path(item)))
+        return handler.metadata(epath.Path(item)).tree
 
 
 def check_opens(item: pathlib.Path, expected: Shapes) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from models.config_file import from_dict
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
@@ -24,6 +25,7 @@ _PARTS = {
     "policy_files": dict,
     "data": dict,
     "imported": str,
+    "documents": dict,
 }
 _FACTS = {"source": str, "train_tokens": int, "validation_tokens": int, "crc32": str}
 
@@ -40,10 +42,13 @@ def from_json(raw: dict[str, Any]) -> Config:
       ValueError: `raw` is no configuration, or one of another version.
     """
     try:
-        precision = raw["precision"] | {name: tuple(raw["precision"][name]) for name in ("layers", "set")}
+        precision = raw["precision"] | {name: _tuple(raw["precision"][name]) for name in ("layers", "set")}
         if isinstance(precision["policy"], dict):
             precision["policy"] = _policy(precision["policy"])
-        data = raw["data"] | {"data": tuple(raw["data"]["data"])}
+        held_out = raw["data"]["eval_data"]
+        if held_out is None or isinstance(held_out, str):  # of an older version
+            held_out = [held_out] if held_out else []
+        data = raw["data"] | {"data": _tuple(raw["data"]["data"]), "eval_data": _tuple(held_out)}
         config = Config(
             **raw
             | {
@@ -54,6 +59,7 @@ def from_json(raw: dict[str, Any]) -> Config:
                 "observe": ObserveConfig(**raw["observe"]),
                 "out": _path(raw["out"]),
                 "init": _path(raw["init"]),
+                "branch": _path(raw.get("branch")),
                 "model_config": _path(raw["model_config"]),
             }
         )
@@ -85,6 +91,20 @@ def model_of(saved: dict[str, Any]) -> DecoderConfig:
         raise ValueError(
             f"{FILE} holds no model of this version of mxjax: {error}; use the version that wrote it"
         ) from error
+
+
+def documents_of_run(saved: dict[str, Any]) -> Documents | None:
+    """Returns the documents that a run's attention keeps apart; None without a mask, as in older runs.
+
+    Raises:
+      ValueError: config.json holds others.
+    """
+    found = saved.get("documents")
+    if found is None:
+        return None
+    if {name: type(value) for name, value in found.items()} != {"end": int, "restart_positions": bool}:
+        raise ValueError(f"{FILE} holds no documents of this version of mxjax; use the version that wrote it")
+    return Documents(**found)
 
 
 def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -156,6 +176,12 @@ def _is_instance(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) and hint is not bool:
         return False
     return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _tuple(value: Any) -> tuple:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.60} is no list")
+    return tuple(value)
 
 
 def _path(value: str | None) -> pathlib.Path | None:

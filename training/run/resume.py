@@ -1,21 +1,22 @@
-"""Resuming a run: whether a configuration continues the run in a folder, and the command that does.
+"""Resuming a run, in its folder or in a new one: whether a configuration continues it.
 
-`--resume --steps N` extends a run where the steps taken so far would have been the same: the learning rate,
-the order of the data and the switches between policies may depend on a run's length. The data must be what
-the run began with, in tokens of the same tokenizer.
+`--resume --steps N` extends a run, and `--branch` goes on from one of its checkpoints in another folder. Both
+need that the steps taken so far would have been the same: the learning rate, the order of the data and the
+switches between policies may depend on a run's length. The data must be what the run began with, in tokens of
+the same tokenizer.
 """
 
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from training.config import Config, ObserveConfig, by_flag
 from training.data.megatron import MegatronCorpus, parse_blend
 from training.data.text import TextCorpus
-from training.optimizer import learning_rate
+from training.optimizer.schedule import learning_rate
 from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
 from training.run.record import FILE, from_json, read_run_config
@@ -26,6 +27,7 @@ _MAY_CHANGE = {
     "eval_data",
     "out",
     "resume",
+    "plan",
     "stop_after",
     "checkpoint_every",
     "keep_checkpoints",
@@ -35,11 +37,53 @@ _MAY_CHANGE = {
     "target_loss",
     "log_every",
     "mesh",
+    "devices",
     "distributed",
     *(field.name for field in dataclasses.fields(ObserveConfig)),
     "on_nonfinite",
     "spike_factor",
 }
+_SCHEDULE = ("steps", "schedule", "decay", "decay_shape", "min_lr_ratio")
+"""May change too where the learning rates so far do not."""
+_ORIGIN = ("init", "branch")  # of the run that a branch leaves
+
+
+class Branch(NamedTuple):
+    """Where a run goes on from another one: its folder, and the step of its checkpoint."""
+
+    folder: pathlib.Path
+    step: int
+
+
+def branch_point(path: pathlib.Path) -> Branch:
+    """Returns what --branch names: a run, at its newest checkpoint, or RUN/checkpoints/STEP.
+
+    Raises:
+      ValueError: there is no such checkpoint, or no run that has begun.
+    """
+    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
+    folder = path.parents[1] if is_step else path
+    if begun_run(folder) is None:
+        raise ValueError(f"--branch: {folder} holds no run that has begun; name one, or use --init")
+    steps = saved_steps(folder / "checkpoints")
+    step = int(path.name) if is_step else max(steps, default=0)
+    if step not in steps:
+        raise ValueError(f"--branch: no such checkpoint in {folder}; there are {sorted(steps) or 'none'}")
+    return Branch(folder, step)
+
+
+def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
+    """Returns the configuration of the run that --branch names, as that of a new run, with --decay."""
+    folder, step = branch_point(path)
+    begun = begun_run(folder)
+    assert begun is not None
+    changes: dict[str, Any] = {}
+    if decay is not None:
+        optimizer = dataclasses.replace(begun.optimizer, schedule="wsd", decay=None)
+        changes = {"optimizer": optimizer, "steps": step + decay}
+    observe = dataclasses.replace(begun.observe, profile=None)
+    changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}
+    return dataclasses.replace(begun, **changes, mesh=None, distributed=False)
 
 
 def begun_run(folder: pathlib.Path) -> Config | None:
@@ -62,11 +106,19 @@ def read_run_to_resume(folder: pathlib.Path) -> dict[str, Any]:
     return read_run_config(folder)
 
 
-def check_same_run(config: Config, begun: Config, folder: pathlib.Path) -> None:
-    """Raises ValueError unless `folder` holds a run with this configuration, or a shorter one of it."""
+def check_same_run(config: Config, begun: Config, folder: pathlib.Path, taken: int) -> None:
+    """Raises ValueError unless this configuration continues the run in `folder` after `taken` steps."""
     check_resumable(config, begun, folder)
-    if config.steps > begun.steps:
-        check_extension(config, begun, last_checkpoint(folder))
+    if _branches(config) and config.steps <= taken:
+        raise ValueError(
+            f"--branch: {folder} has taken {taken} of --steps {config.steps}; add --decay N or more --steps"
+        )
+    check_extension(config, begun, taken)
+
+
+def _branches(config: Config) -> bool:
+    """Returns whether the configuration is that of a branch that has not begun."""
+    return config.branch is not None and not config.resume
 
 
 def _difference(begun: Any, asked: Any) -> str:
@@ -78,22 +130,25 @@ def _difference(begun: Any, asked: Any) -> str:
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:
     """Raises ValueError if `config` differs from the run in `folder`; the message lists the differences.
 
-    More steps are no difference.
+    More steps are no difference, nor is another schedule, which `check_extension` checks. A branch may have
+    fewer steps.
     """
     asked, begun = map(by_flag, (config, saved))
+    branches = _branches(config)
+    may_change = {*_MAY_CHANGE, *_SCHEDULE[1:], *((*_ORIGIN, "steps") if branches else ())}
     differences = [
         f"--{name.replace('_', '-')}: " + _difference(begun[name], asked[name])
         for name in begun
-        if name not in _MAY_CHANGE
+        if name not in may_change
         and begun[name] != asked[name]
         and not (name == "data" and _same_blend(begun[name], asked[name]))
         and not (name == "steps" and asked[name] > begun[name])
     ]
     if differences:
-        raise ValueError(
-            f"--resume: {folder} holds another run; leave these flags out or choose another --out.\n  "
-            + "\n  ".join(differences)
-        )
+        what = f"--resume: {folder} holds another run; leave these flags out or choose another --out."
+        if branches:
+            what = f"--branch goes on with the flags of {folder}; leave these out."
+        raise ValueError("\n  ".join([what, *differences]))
 
 
 def _same_blend(begun: Sequence[str], asked: Sequence[str]) -> bool:
@@ -108,7 +163,7 @@ def last_checkpoint(folder: pathlib.Path) -> int:
 
 
 def check_extension(config: Config, saved: Config, taken: int) -> None:
-    """Checks that a run of `saved.steps` may go on to `config.steps`, as far as flags decide it.
+    """Checks that a run may go on with another length or schedule, as far as flags decide it.
 
     Args:
       config: the configuration asked for.
@@ -117,7 +172,12 @@ def check_extension(config: Config, saved: Config, taken: int) -> None:
     Raises:
       ValueError: it may not; the message says why.
     """
-    why = f"--steps {config.steps}: the run has --steps {saved.steps}"
+    asked, begun = map(by_flag, (config, saved))
+    changed = [name for name in _SCHEDULE if asked[name] != begun[name]]
+    if not changed:
+        return
+    flag = f"--{changed[0].replace('_', '-')}"
+    why = f"{flag} {asked[changed[0]]}: the run has {flag} {begun[changed[0]]}"
     if config.mlperf.mllog:
         raise ValueError(f"{why}, which its MLPerf log names; begin a new run")
     rates = [learning_rate(c.optimizer, c.steps, np)(np.arange(taken)) for c in (config, saved)]
@@ -125,9 +185,9 @@ def check_extension(config: Config, saved: Config, taken: int) -> None:
     if (different := np.flatnonzero(ours != theirs)).size:
         step = different[0]
         raise ValueError(
-            f"{why}, towards which its learning rate falls: at step {step + 1} it was {theirs[step]:.9g} and "
-            f"would have been {ours[step]:.9g}; begin a run with --init, or use --min-lr-ratio 1 from the "
-            "start for a constant rate"
+            f"{why}, on which its learning rate depends: at step {step + 1} it was {theirs[step]:.9g} and "
+            f"would have been {ours[step]:.9g}; go on from an earlier step, --branch RUN/checkpoints/STEP, "
+            "begin a run with --init, or use --schedule wsd or constant from the start"
         )
 
 

@@ -16,6 +16,7 @@ import grain
 import jax
 
 from training.config import Config
+from training.data.evaluation_sets import Evaluation, evaluate_sets
 from training.files import HUGGINGFACE
 from training.log import mlperf, sinks
 from training.log.health import NonFiniteError, check_state
@@ -35,6 +36,7 @@ from training.run.checksums import saved_steps, set_aside_damaged
 from training.run.lock import FILE as LOCK
 from training.run.lock import check_place, locked
 from training.run.record import FILE
+from training.run.resume import branch_point
 from training.run.setup import check_agreement, check_folder, description_of, open_folder, set_up
 from training.sharding import global_batch, process_part
 from training.step import TrainState
@@ -84,7 +86,7 @@ class Run:
                 join_processes()
         with failing_together(*SHARED), contextlib.ExitStack() as stack:
             with input_errors():
-                start_jax()
+                start_jax(config.devices)
                 interruption = stack.enter_context(Interruption())
                 path = config.folder()
                 with together():
@@ -114,7 +116,8 @@ class Run:
     @property
     def is_new(self) -> bool:
         """Whether the run begins with random weights; a state that is read may be refused."""
-        return not self._resumes and self.plan.config.init is None
+        config = self.plan.config
+        return not self._resumes and config.init is None and config.branch is None
 
     @property
     def newest(self) -> int:
@@ -122,29 +125,42 @@ class Run:
         return self.checkpoints.latest or 0
 
     def restore(self, state: TrainState) -> TrainState:
-        """Returns the newest saved state, or `state`, with the weights of --init if it is given."""
-        folder, init = self._folder.path, self.plan.config.init
+        """Returns the newest saved state, or `state`, with what --init or --branch brings."""
+        folder, config = self._folder.path, self.plan.config
         if self._resumes:
             with input_errors():
-                state, position = self.checkpoints.restore(self.plan.unfilled(state))
-                check_state(state, folder / "checkpoints")
-            if position is not None:
-                self._stream.set_state(position)
-            return self.plan.filled(state)
-        if self.plan.config.resume:
-            self._folder.notes.append(f"no checkpoint in {folder / 'checkpoints'}: beginning at step 1")
-        if init is None:
-            return state
+                return self._whole_state(self.checkpoints, state, folder / "checkpoints")
+        if config.resume:
+            begins = "where it began" if config.branch else "at step 1"
+            self._folder.notes.append(f"no checkpoint in {folder / 'checkpoints'}: beginning {begins}")
         try:
-            with Checkpoints(init / "checkpoints") as checkpoints, input_errors():
-                params = checkpoints.restore_params(self.plan.unfilled(state.params))
-                state = state._replace(params=self.plan.filled(params))
-                check_state(state, init)
+            if config.branch is not None:
+                with input_errors():
+                    source, step = branch_point(config.branch)
+                    with Checkpoints(source / "checkpoints") as checkpoints:
+                        found = self._whole_state(checkpoints, state, source, step)
+                self._folder.notes.append(f"going on from step {step} of {source}")
+                return found
+            if config.init is not None:
+                with Checkpoints(config.init / "checkpoints") as checkpoints, input_errors():
+                    params = checkpoints.restore_params(self.plan.unfilled(state.params))
+                    state = state._replace(params=self.plan.filled(params))
+                    check_state(state, config.init)
         except SystemExit:
             if not self.plan.config.resume:
                 self._folder.remove_beginning()
             raise
         return state
+
+    def _whole_state(
+        self, checkpoints: Checkpoints, like: TrainState, origin: pathlib.Path, step: int | None = None
+    ) -> TrainState:
+        """Returns a whole saved state, by default the newest, and moves to its place in the data."""
+        state, position = checkpoints.restore(self.plan.unfilled(like), step)
+        check_state(state, origin)
+        if position is not None:
+            self._stream.set_state(position)
+        return self.plan.filled(state)
 
     def begin(self, state: TrainState, memory: Memory) -> int:
         """Opens the log after the state's step, which is returned, and introduces the run."""
@@ -199,12 +215,14 @@ class Run:
         self.checkpoints.check()
         return self._is_due(n, self.plan.config.eval_every)
 
-    def evaluate(self, n: int, evaluate: Callable[..., dict[str, float]]) -> dict[str, float]:
-        """Records what `evaluate` returns for the held-out batches; nothing if a signal interrupts it."""
+    def evaluate(self, n: int, evaluate: Callable[..., dict[str, float]]) -> Evaluation:
+        """Records what `evaluate` returns for the batches of every set; nothing if a signal interrupts it."""
         with self.log.pause():
             self.log.evaluation_starts(n)
             try:
-                found = evaluate(self._interruption.guard(self.plan.held_out))
+                found = evaluate_sets(
+                    self.plan.held_out, lambda batches: evaluate(self._interruption.guard(batches))
+                )
             except Interrupted:
                 self._interrupted = True  # resuming repeats the evaluation
                 return {}
@@ -244,7 +262,7 @@ class Run:
         """Returns whether step n is the schedule's last or reached the target, and owes no evaluation."""
         return not self.owes_evaluation(n) and (n >= self.plan.config.steps or self._is_on_target(n))
 
-    def end(self, evaluation: dict[str, float]) -> dict[str, float]:
+    def end(self, evaluation: Evaluation) -> Evaluation:
         """Says what was done and what comes next; returns the evaluation."""
         n, path, losses = self._n, self._folder.path, self.checkpoints.losses
         said = [summary(self.plan, path, n, self.is_done(n), evaluation, self.log.step_times)]

@@ -13,27 +13,29 @@ import shlex
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from models import decoder
 from models.config_file import load_config
 from models.configs import DecoderConfig, get_config, to_dict
+from models.context import sequence_parts
 from models.experts import check_policies
 from models.huggingface.files import small_files
-from models.sharding import batch_parts_of
+from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
-from training.data.load import load_data
+from training.data.evaluation_sets import EvaluationSet
+from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
-from training.data.text import evaluation_batches
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
-from training.optimizer import check_optimizer
+from training.optimizer.config import bytes_a_parameter
+from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
@@ -43,6 +45,7 @@ from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
     FILE,
+    documents_of_run,
     from_json,
     model_of,
     read_run_config,
@@ -51,6 +54,7 @@ from training.run.record import (
 )
 from training.run.resume import (
     begun_config,
+    branch_point,
     check_order,
     check_same_data,
     check_same_run,
@@ -71,19 +75,10 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if is_first_process():
         check_unlocked(folder)
     check_apart(config.data, folder)
-    saved = read_run_to_resume(folder) if config.resume else {}
+    config, model, phases, source, saved = choose(config, folder)
     begun = begun_config(saved)
-    if begun is not None:
-        check_same_run(config, begun, folder)
-    config, model = choose_model(config, folder, saved)
     mesh = make_mesh(config.mesh)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
-    phases = choose_phases(config, model, folder, saved)
-    for phase in phases:
-        check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
-        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
-    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
     if config.observe.wandb:
@@ -91,33 +86,34 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     if config.init is not None and config.data.data:
         check_tokens_of(config.init, "--data", config.data.data[-1])
     corpus = load_data(config.data, model.vocab_size)
-    check_rate(config, folder, saved)
+    check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
     check_memory(mesh.shape, config, model)
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
+    sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
     check_phases(mesh.shape, model, phases)
-    held_out = evaluation_batches(
-        corpus.validation,
-        config.data,
-        config.eval_batches,
-        corpus.vocab_size,
-        n_sequences=config.eval_sequences,
-    )
     tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
     plan = Plan(
         config,
         mesh,
         corpus,
-        list(held_out),
+        make_sets(
+            held_out_tokens(config.data, corpus),
+            config.data,
+            config.eval_batches,
+            corpus.vocab_size,
+            config.eval_sequences,
+        ),
         model,
         phases,
         saved.get("imported"),
         tokenizer,
+        documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
     mlperf_log.settings_of(plan)
-    if config.resume:
+    if source is not None:
         check_same_data(saved, corpus.facts)
         if begun is not None and begun.steps != config.steps:
             check_order(corpus, config, begun)
@@ -127,10 +123,45 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     return plan
 
 
+class Choice(NamedTuple):
+    """What a run computes.
+
+    Attributes:
+      source: the folder of the run that is continued, or None.
+      saved: what its config.json holds, or nothing.
+    """
+
+    config: Config
+    model: DecoderConfig
+    phases: tuple[Phase, ...]
+    source: pathlib.Path | None
+    saved: dict[str, Any]
+
+
+def choose(config: Config, folder: pathlib.Path) -> Choice:
+    """Returns the model and the phases of a run in `folder`; raises ValueError unless they can run here."""
+    source, taken = continued(config, folder)
+    saved = {} if source is None else read_run_to_resume(source)
+    if (begun := begun_config(saved)) is not None:
+        check_same_run(config, begun, source or folder, taken)
+    config, model = choose_model(config, source or folder, saved)
+    phases = choose_phases(config, model, taken, saved)
+    check_computation(config, model, phases)
+    return Choice(config, model, phases, source, saved)
+
+
+def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:
+    """Returns the folder of the run that is continued, and the steps taken; None and 0 for a new one."""
+    if config.resume:
+        return folder, last_checkpoint(folder)
+    return (None, 0) if config.branch is None else branch_point(config.branch)
+
+
 def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
     """Raises ValueError if the run would write into a folder of text; hidden files of it are not read."""
-    for flag, name in (*(("--data", name) for name in data.data), ("--eval-data", data.eval_data)):
-        if name is None or is_indexed([name]) or not pathlib.Path(name).is_dir():
+    held_out = (("--eval-data", path) for path in data.eval_paths.values())
+    for flag, name in (*(("--data", name) for name in data.data), *held_out):
+        if is_indexed([name]) or not pathlib.Path(name).is_dir():
             continue
         place, text = folder.resolve(), pathlib.Path(name).resolve()
         if place.is_relative_to(text) and not any(p.startswith(".") for p in place.relative_to(text).parts):
@@ -156,7 +187,8 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     --remat full keeps.
     """
     there_is = memory_there_is()
-    needed = 12 * model.n_params / (sizes["fsdp"] * sizes["tensor"])
+    shards = parts_of(sizes, "embed") * sizes["tensor"]
+    needed = bytes_a_parameter(config.optimizer) * model.n_params / shards
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(
@@ -166,12 +198,22 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
         )
     batch, seq_len = config.data.batch_size, config.data.seq_len
     kept = 4 + 2 * model.d_model * model.n_layers / config.accumulate  # bytes a token, with its id
-    needed = batch * seq_len * kept / batch_parts_of(sizes)
+    needed = batch * seq_len * kept / parts_of(sizes, "rows")
     if needed > there_is:
         raise ValueError(
             f"--batch-size {batch} and --seq-len {seq_len} need at least {gib(needed)} GiB a "
             f"device, and a device has {gib(there_is)}; lower them, or raise --accumulate"
         )
+
+
+def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Phase]) -> None:
+    """Raises ValueError or NotImplementedError unless the policies of all phases can run here."""
+    for phase in phases:
+        check_implementations(phase.layers.policies, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation)
+        check_remat(config.remat, phase.layers.policies, config.precision.implementation)
+    check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
+    check_no_decay(config.optimizer, model)
 
 
 def check_phases(sizes: Mapping[str, int], model: DecoderConfig, phases: Sequence[Phase]) -> None:
@@ -234,12 +276,12 @@ def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> N
 
 
 def choose_phases(
-    config: Config, model: DecoderConfig, folder: pathlib.Path, saved: dict[str, Any]
+    config: Config, model: DecoderConfig, taken: int, saved: dict[str, Any]
 ) -> tuple[Phase, ...]:
     """Returns the phases that a run to continue has on record, or those that the configuration names."""
     if (begun := from_record(saved)) is not None:
         same_length = saved["config"]["steps"] == config.steps
-        return begun if same_length else extend_phases(begun, config, last_checkpoint(folder))
+        return begun if same_length else extend_phases(begun, config, taken)
     return phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
 
 
@@ -253,6 +295,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "policy_files": dict(plan.policy_files),
         "data": plan.corpus.facts,
         "tokenizer": plan.tokenizer,
+        **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
         "environment": facts(),
         "mesh": dict(plan.mesh.shape),
@@ -261,13 +304,16 @@ def description_of(plan: Plan) -> dict[str, Any]:
 
 def open_folder(plan: Plan, folder: pathlib.Path) -> None:
     """Creates the run's folder, with config.json and what an imported checkpoint brings."""
-    values, init = description_of(plan), plan.config.init
+    values, config = description_of(plan), plan.config
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / FILE).exists():  # remains of a start that was killed
         shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
-    if init is not None and (init / HUGGINGFACE).exists():
+    origin = config.init
+    if config.branch is not None and not config.resume:
+        origin = branch_point(config.branch).folder
+    if origin is not None and (origin / HUGGINGFACE).exists():
         (folder / HUGGINGFACE).mkdir(exist_ok=True)
-        for file in small_files(init / HUGGINGFACE):
+        for file in small_files(origin / HUGGINGFACE):
             shutil.copy2(file, folder / HUGGINGFACE)
     write_run_config(folder, values)
 
@@ -297,10 +343,16 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
+        "mask of documents": plan.documents,
         **facts(),
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
     }
+
+
+def _summary(one: EvaluationSet) -> list[Any]:
+    return [one.name, one.n_bytes, *(zlib.crc32(batch.tobytes()) for batch in one.batches)]
 
 
 def _checksum(value: object) -> str:

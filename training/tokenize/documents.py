@@ -1,19 +1,34 @@
-"""Documents in files: C4's gzip JSON lines, .jsonl, plain text, parquet; and the problems found in them."""
+"""Documents in files, JSON lines, text, parquet, or compressed; and the problems found in them."""
 
 import glob
 import gzip
 import io
 import os
+import re
+import shlex
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from models.received import check_regular, fault_of, open_received, parse_json
+from models.received import check_regular, fault_of, open_received, parse_json, special_kind
 from training.process.extras import check_extra
 
 _JSON_LINES = (".json", ".jsonl")
+_PROSE = (".txt", ".md", ".rst", ".tex")
+_CODE = (".py", ".c", ".h", ".cc", ".cpp", ".cu", ".go", ".java", ".jl", ".js", ".rs", ".sh", ".ts")
+_TEXT = (*_PROSE, *_CODE)
+_COMPRESSED = ("", ".gz", ".zst")
 _LARGEST = 2**30  # bytes of a document; a longer one has no room in memory with its tokens
-SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".txt.gz", ".txt", ".parquet")
+_BUFFER = 2**20  # bytes of a parquet file to read at a time
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_CARD = {"README.md", "dataset_info.json", "dataset_infos.json"}
+SUFFIXES = (*(kind + end for kind in (*_JSON_LINES, *_TEXT) for end in _COMPRESSED), ".parquet")
+FORMATS = ".json, .jsonl, text such as .txt, .md and .py, each also with .gz or .zst, and .parquet"
+"""The files that are read, in words."""
 
 
 class Document(NamedTuple):
@@ -31,44 +46,90 @@ class Problem(NamedTuple):
     what: str
 
 
-def find_files(patterns: Sequence[str]) -> list[str]:
+def find_files(patterns: Sequence[str], *, recursive: bool = False) -> list[str]:
     """Returns the files that match the patterns or lie in matching folders, sorted, without duplicates.
 
-    Files in folders of these folders are left out, since what was tokenized may lie there; see `below`.
+    Hidden files are left out of folders, and so is what describes a Hugging Face dataset in parquet.
 
+    Args:
+      patterns: names of files and folders, and patterns.
+      recursive: also take files in folders of these folders; otherwise they are left out, since what was
+        tokenized may lie there; see `below`.
     Raises:
-      ValueError: a pattern matches nothing, or a file has an unknown format.
-      MissingExtraError: a file is parquet and pyarrow is not installed.
+      ValueError: a pattern matches nothing, a file has an unknown format, or parquet files of a folder belong
+        to several splits.
+      MissingExtraError: a file is parquet or compressed by zstd, and pyarrow is not installed.
     """
     found: set[str] = set()
     for pattern in patterns:
         paths = _paths([pattern])
-        inside = [f for p in paths if os.path.isdir(p) for f in glob.glob(os.path.join(glob.escape(p), "*"))]
-        files = [p for p in paths if os.path.isfile(p)] + [f for f in inside if f.endswith(SUFFIXES)]
+        inside = [file for path in paths if os.path.isdir(path) for file in _in_folder(path, recursive)]
+        files = [p for p in paths if os.path.isfile(p)] + inside
         if not files:
             check_regular(pattern, f"--input {pattern}")
-            raise ValueError(f"--input {pattern!r} matches no file of {', '.join(SUFFIXES)}")
+            deeper = below([pattern])
+            advice = f"; --recursive takes those below it, such as {deeper[0]}" if deeper else ""
+            raise ValueError(f"--input {pattern!r} matches no file that is read: {FORMATS}{advice}")
         found.update(files)
     for path in found:
         if not path.endswith(SUFFIXES):
-            raise ValueError(f"--input {path}: the files read are {', '.join(SUFFIXES)}")
-    if any(f.endswith(".parquet") for f in found):
-        check_extra("data", "reading .parquet files", "pyarrow")
+            raise ValueError(f"--input {path}: the files read are {FORMATS}")
+    for suffix in (".parquet", ".zst"):
+        if any(f.endswith(suffix) for f in found):
+            check_extra("data", f"reading {suffix} files", "pyarrow")
     return sorted(found)
 
 
-def below(patterns: Sequence[str]) -> list[str]:
-    """Returns the files that `find_files` leaves out because they lie in a folder of a folder named.
+def below(patterns: Sequence[str], *, strict: bool = False) -> list[str]:
+    """Returns the files that lie in a folder of a folder named, which `find_files` takes if it is recursive.
 
-    Folders that hold tokens, or a part of them, are left out here too.
+    Folders that hold tokens, or a part of them, are left out, as are links to folders, which may be circular.
+
+    Args:
+      strict: raises OSError for a folder that cannot be read. Default: it is left out.
     """
     found: set[str] = set()
     for folder in filter(os.path.isdir, _paths(patterns)):
-        for parent, folders, names in os.walk(folder):
+        for parent, folders, names in os.walk(folder, onerror=_fail if strict else None):
             folders[:] = [name for name in folders if not name.startswith(".") and ".partial" not in name]
             if parent != folder and not any(name.endswith(".idx") for name in names):
-                found.update(os.path.join(parent, name) for name in names if name.endswith(SUFFIXES))
+                found.update(os.path.join(parent, name) for name in names if _is_read(name))
     return sorted(found)
+
+
+def _in_folder(folder: str, recursive: bool) -> list[str]:
+    """Returns the files of a folder; see `find_files`."""
+    deeper = below([folder], strict=recursive)
+    files = [file.path for file in os.scandir(folder) if not file.is_dir() and _is_read(file.name)]
+    is_dataset = any(file.endswith(".parquet") for file in (*files, *deeper))
+    files = [file for file in (*files, *(deeper if recursive else ())) if not (is_dataset and _is_card(file))]
+    splits = {split: file for file in sorted(files) if (split := _split(os.path.relpath(file, folder)))}
+    if len(splits) > 1:
+        one = splits.get("train", min(splits.values()))
+        pattern = os.path.join(os.path.dirname(one), re.sub(r"\d+", "*", os.path.basename(one)))
+        raise ValueError(
+            f"--input {folder} holds the splits {', '.join(sorted(splits))} of a dataset: name the files of "
+            f"one, such as {shlex.quote(pattern)}"
+        )
+    return files
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _is_read(name: str) -> bool:
+    return name.endswith(SUFFIXES) and not name.startswith(".")
+
+
+def _is_card(file: str) -> bool:
+    return os.path.basename(file) in _CARD
+
+
+def _split(path: str) -> str | None:
+    """Returns the split that the name of a parquet file or its folder says, by Hugging Face's keywords."""
+    words = re.split(r"[^a-z]+", path.lower()) if path.endswith(".parquet") else ()
+    return next((split for word in words for split, names in _SPLITS.items() if word in names), None)
 
 
 def _paths(patterns: Sequence[str]) -> list[str]:
@@ -88,7 +149,7 @@ class Documents:
 
     def __init__(self, path: str, field: str = "text"):
         self._path, self._field = path, field
-        self._has_lines = path.removesuffix(".gz").endswith(_JSON_LINES)
+        self._has_lines = path.endswith(tuple(kind + end for kind in _JSON_LINES for end in _COMPRESSED))
         self.position = 0
 
     def __iter__(self) -> Iterator[Document | Problem]:
@@ -111,21 +172,21 @@ class Documents:
 
     def _file(self, raw: io.BufferedReader) -> Iterator[Document | Problem]:
         line = 0
-        with gzip.open(raw) if self._path.endswith(".gz") else raw as file:
-            try:
+        format_ = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(self._path)[1])
+        try:
+            with _decompressed(raw, format_) as file:
                 if fault := fault_of(file.peek(1)):
                     yield Problem(1, "unreadable file", f"the file {fault}")
                     return
                 for line, content in enumerate(_lines(file) if self._has_lines else _whole(file), 1):
                     self.position = raw.tell()
                     yield self._parse(line, content)
-            except EOFError:
-                yield Problem(
-                    line + 1, "truncated gzip", "the gzip stream is cut off; the lines before were read"
-                )
-            except (gzip.BadGzipFile, zlib.error) as error:
-                what = f"the gzip stream is damaged ({error}); the lines before were read"
-                yield Problem(line + 1, "damaged gzip", what)
+        except EOFError:
+            what = f"the {format_} stream is cut off; the lines before were read"
+            yield Problem(line + 1, f"truncated {format_}", what)
+        except (gzip.BadGzipFile, zlib.error, _ZstdError) as error:
+            what = f"the {format_} stream is damaged ({error}); the lines before were read"
+            yield Problem(line + 1, f"damaged {format_}", what)
 
     def _parse(self, line: int, content: bytes) -> Document | Problem:
         if len(content) > _LARGEST:
@@ -145,16 +206,12 @@ class Documents:
         return _checked(line, text)
 
     def _rows(self) -> Iterator[Document | Problem]:
-        import pyarrow.parquet  # optional, and slow to import
+        import pyarrow  # optional, and slow to import
 
+        _check_column(self._path, self._field)
         row = 0
         try:
-            with pyarrow.parquet.ParquetFile(self._path) as file:
-                if self._field not in file.schema_arrow.names:
-                    names = ", ".join(file.schema_arrow.names)
-                    raise ValueError(
-                        f"{self._path} has no column {self._field!r}; name one of {names} with --field"
-                    )
+            with _open_parquet(self._path) as file:
                 size, rows = os.path.getsize(self._path), max(file.metadata.num_rows, 1)
                 for batch in file.iter_batches(1024, columns=[self._field]):
                     for value in batch.column(0):
@@ -173,6 +230,65 @@ class Documents:
         if not isinstance(text, str):
             return Problem(row, "malformed line", f"no string in column {self._field!r}")
         return _checked(row, text)
+
+
+class _ZstdError(Exception):
+    """A zstd stream is damaged."""
+
+
+class _Zstd(io.RawIOBase):
+    """The bytes of a zstd stream, whose frames are joined."""
+
+    def __init__(self, raw: io.BufferedReader):
+        import pyarrow  # optional, and slow to import
+
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._stream.readinto(buffer)
+        except OSError as error:
+            if error.errno is not None:  # of the disk
+                raise
+            if "Truncated" in str(error):
+                raise EOFError from error
+            raise _ZstdError(str(error)) from error
+
+
+def _decompressed(raw: io.BufferedReader, format_: str | None) -> Any:
+    """Returns a file of the decompressed bytes; closing it closes `raw`, unless gzip reads it."""
+    if format_ == "zstd":
+        return io.BufferedReader(_Zstd(raw))
+    return gzip.open(raw) if format_ == "gzip" else raw
+
+
+def _open_parquet(path: str) -> Any:
+    from pyarrow.parquet import ParquetFile  # optional, and slow to import
+
+    # Without a buffer whole row groups are read, and with pre_buffer those of the whole file.
+    return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
+
+def check_columns(files: Sequence[str], field: str) -> None:
+    """Raises ValueError if a parquet file has no such column; one that cannot be opened is a `Problem`."""
+    for path in files:
+        if path.endswith(".parquet") and special_kind(path) is None:
+            _check_column(path, field)
+
+
+def _check_column(path: str, field: str) -> None:
+    import pyarrow
+
+    try:
+        with _open_parquet(path) as file:
+            names = file.schema_arrow.names
+    except (pyarrow.ArrowException, OSError):
+        return
+    if field not in names:
+        raise ValueError(f"{path} has no column {field!r}; name one of {', '.join(names)} with --field")
 
 
 def _lines(file: Any) -> Iterator[bytes]:

@@ -5,7 +5,9 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from models.received import read_object
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
@@ -25,8 +27,8 @@ class TokenizeConfig:
     """Input, tokenizer and output of a tokenization."""
 
     input: tuple[str, ...]
-    """Files, patterns or folders: .json.gz, .jsonl.gz, .json and .jsonl (a document a line), .txt and .txt.gz
-    (a document a file), .parquet (a document a row)."""
+    """Files, patterns or folders: .json and .jsonl (a document a line), .txt, .md, .py and other text (a
+    document a file), all also with .gz or .zst, and .parquet (a document a row)."""
     output: str
     """PREFIX of the files to write."""
     tokenizer: pathlib.Path | None = None
@@ -44,8 +46,10 @@ class TokenizeConfig:
     special_tokens: Literal["escape", "allow"] = "escape"
     """Encode a text that spells a special token, such as <|endoftext|>, as ordinary tokens, or as that token.
     PREFIX.json counts such texts."""
-    field: str = "text"
-    """Field or column that holds the text."""
+    field: Annotated[str, tyro.conf.arg(aliases=["--column"])] = "text"
+    """Field, or column of parquet files, that holds the text."""
+    recursive: bool = False
+    """Also take files in folders of --input's folders, but not in hidden ones, links, and those of tokens."""
     workers: int | None = None
     """Processor cores to use. Default: all."""
 

@@ -28,7 +28,7 @@ from training.files import problem, read_checked, size_and_crc32, to_checked, wr
 from training.process.environment import input_errors
 from training.process.start import cores, output_errors, unwinding_signals
 from training.tokenize import workers
-from training.tokenize.documents import below, find_files
+from training.tokenize.documents import below, check_columns, find_files
 from training.tokenize.plan import (
     TOKENIZER_SUMS,
     TokenizeConfig,
@@ -58,12 +58,10 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     check_config(config)
     prefix = pathlib.Path(config.output)
     own = set(map(str, written(prefix)))  # they may lie in a folder of the input
-    files = [path for path in find_files(config.input) if path not in own]
+    files = [path for path in find_files(config.input, recursive=config.recursive) if path not in own]
     if deeper := sorted(set(below(config.input)) - set(files)):
-        print(
-            f"left out: {len(deeper)} files in folders of folders, such as {deeper[0]}; "
-            "patterns such as 'FOLDER/**/*.txt' take them"
-        )
+        print(f"left out: {len(deeper)} files in folders, such as {deeper[0]}; --recursive takes them")
+    check_columns(files, config.field)
     plan = plan_of(config, files)
     folder = beside(prefix, ".partial")
     if (record := finished(prefix, plan)) is not None:

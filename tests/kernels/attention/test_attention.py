@@ -10,9 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.documents import first_keys
+from models.partial_attention import (
+    attend_part,
+    attend_part_by_kernel,
+    part_gradients,
+    part_gradients_by_kernel,
+)
 from mxjax.kernels.attention import aiter
 from mxjax.kernels.attention.blocks import TABLE
-from mxjax.kernels.attention.fused import first_keys, fused_attention
+from mxjax.kernels.attention.fused import fused_attention
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
 from mxjax.runtime.remat import rematerialize
 
@@ -71,7 +78,6 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
     """In float32, by a mask of all scores and a column of sinks, as transformers' gpt-oss computes it."""
     q, k, v, dy = draw(2, 150, 4, 2, 64)
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
-    starts = jnp.asarray(STARTS) if documents else None
     document = np.cumsum(STARTS & documents, axis=1)
     distance = np.arange(150)[:, None] - np.arange(150)
     sees = (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance < (window or 150))
@@ -86,7 +92,8 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
         return jnp.einsum("bgrst,btgh->bsgrh", weights, v).reshape(q.shape)
 
     def fused(q, k, v, sinks):
-        first_key = first_keys(starts, window, shape=(2, 150))
+        starts = np.maximum.accumulate(np.where(STARTS & documents, np.arange(150), 0), axis=1)
+        first_key = first_keys(jnp.asarray(starts, jnp.int32), window)
         return fused_attention(q, k, v, first_key=first_key, sinks=sinks)
 
     def run(attend, *arrays):
@@ -100,9 +107,28 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
         assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_part_of_the_keys_equals_xla(is_causal):
+    """Results to be merged: sums of exp(scores) are returned, and the gradients take those over all keys."""
+    q, k, v, dout = draw(2, 128, 2, 1, 64)
+    row = np.arange(128)
+    seen = row // 2 if is_causal else np.where(row < 40, 3, np.where(row < 100, 70, 128))  # the last see none
+    low = jnp.asarray(np.stack([seen, 0 * row]), jnp.int32)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    _, lse = wanted = attend_part(*wide, low, is_causal=is_causal)
+    found = attend_part_by_kernel(None, q, k, v, low, None, is_causal)
+    statistics = jnp.where(jnp.isinf(lse), 1.0, lse + 0.5), dout, jnp.ones_like(lse)
+    wanted += part_gradients(*wide, low, *statistics, is_causal=is_causal)
+    found += part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
+    for got, exact in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(exact))
+        got, exact = (np.where(np.isinf(x), 0, x) for x in (got, exact))
+        assert np.linalg.norm(got - exact) <= 2**-7 * np.linalg.norm(exact)
+
+
 def test_gradients_across_documents_are_zero():
     q, k, v, dy = draw(1, 96, 1, 1, 64)
-    first_key = first_keys(jnp.arange(96)[None] == 50)
+    first_key = jnp.where(jnp.arange(96) >= 50, 50, 0)[None]
     of_second = dy.at[:, :50].set(0)
     _, dq, dk, dv = with_gradients(lambda *a: fused_attention(*a, first_key=first_key), q, k, v, of_second)
     assert not any(np.asarray(x[:, :50], np.float32).any() for x in (dq, dk, dv))

@@ -217,6 +217,7 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
 COMPARISONS: dict[str, Callable] = {
     "eq": np.equal,
     "ne": np.not_equal,
+    "neq": np.not_equal,  # of floats: also true of NaN
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,

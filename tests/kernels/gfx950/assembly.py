@@ -6,7 +6,8 @@ import struct
 
 VCC, M0, EXEC = 106, 124, 126
 ACCUMULATION = 256  # where the accumulation registers begin among the vector registers here
-SPECIAL = {"vcc": VCC, "m0": M0, "exec": EXEC}
+SPECIAL = {"vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "exec": (EXEC, 2)}
+"""The first register of each, and their number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def operand(text: str) -> Operand:
     text = text.strip("|")
     float_like = {"negative": negative, "absolute": absolute}
     if text in SPECIAL:
-        return Operand("s", SPECIAL[text], 1 if text == "m0" else 2, **float_like)
+        return Operand("s", *SPECIAL[text], **float_like)
     if register := re.fullmatch(r"([vsa])(?:(\d+)|\[(\d+):(\d+)\])", text):
         kind, one, first, last = register.groups()
         index, words = (int(one), 1) if one else (int(first), int(last) - int(first) + 1)

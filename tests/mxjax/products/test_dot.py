@@ -154,6 +154,32 @@ def test_leading_axes_are_tokens_flattened():
     assert_same(leading, (y.reshape(2, 5, 4, 56), dx.reshape(2, 5, 4, 48), dw))
 
 
+@pytest.mark.parametrize("name", ["fp8", "wgrad_hadamard", "wgrad_sr", "nvfp4", "tetrajet_v2"])
+def test_a_power_of_two_times_the_loss_changes_no_other_bit(name):
+    x, w, dy = inputs()
+    key, dot = jax.random.key(0), functools.partial(mxjax.dot, policy=name)
+    _, backward = jax.vjp(lambda x, w: dot(x, w, key=key), x, w)
+    assert_same(backward(dy), [2.0**20 * gradient for gradient in backward(2.0**-20 * dy)])
+
+
+def test_without_a_tensor_scale_small_gradients_need_a_scaled_loss():
+    x, w, dy = inputs()
+    dot = functools.partial(mxjax.dot, policy="ue5m3_no_tensor_scale", key=jax.random.key(0))
+    _, backward = jax.vjp(dot, x, w)
+    assert not any(jnp.any(gradient) for gradient in backward(2.0**-30 * dy))
+    for gradient, exact in zip(backward(dy), (dy @ w.T, x.T @ dy), strict=True):
+        assert mxjax.stats.error(exact, gradient).cosine > 0.97
+
+
+def test_a_power_of_two_scales_the_weight_or_the_result():
+    x, w, dy = inputs()
+    dot = functools.partial(mxjax.dot, policy="wgrad_hadamard")
+    (y, backward), (other, other_backward) = (
+        jax.vjp(function, x, w) for function in (lambda x, w: dot(x, w / 8), lambda x, w: dot(x, w) / 8)
+    )
+    assert_same((y, *backward(dy)), (other, *other_backward(dy)))
+
+
 def test_numpy_arrays_are_taken_as_they_are():
     x, w, dy = inputs()
     y = mxjax.dot(np.asarray(x), np.asarray(w), policy=NEAREST)

@@ -171,6 +171,26 @@ def test_an_nnx_stream_advances_under_nnx_jit():
     assert model.first.dot_general.key.count[...] == 4
 
 
+def test_the_layers_of_nnx_attention_draw_from_one_stream():
+    """Set as docs/integration.md does: attention keeps a `dot_general` that it is given as static."""
+    rngs = nnx.Rngs(0, mxjax=1)
+    dot_general = nnx.data(mxjax.make_dot_general("wgrad_sr", key=rngs.mxjax))
+    attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+    exact, parts = nnx.clone(attention), ("query", "key", "value", "out")
+    for part in parts:
+        getattr(attention, part).dot_general = dot_general
+    x = draw(4, 16, 32, seed=0)
+    run = nnx.jit(nnx.grad(lambda model, x: jnp.sum(model(x) ** 2)))
+    first, second, reference = run(attention, x), run(attention, x), run(exact, x)
+    for part in parts:
+        kernels = [gradient[part]["kernel"][...] for gradient in (first, second, reference)]
+        assert jnp.any(kernels[0] != kernels[1])
+        least = 0.9 if part in ("value", "out") else 0.3  # a softmax's gradient is a difference
+        assert mxjax.stats.error(kernels[2], kernels[0]).cosine > least
+    assert attention.query.dot_general.key is attention.out.dot_general.key
+    assert attention.out.dot_general.key.count[...] == 8
+
+
 # What jnp.einsum calls for "btd,ckdh->cbtkh": the weight [c, k, d, h] comes first.
 SWAPPED = (((2,), (2,)), ((), ()))
 

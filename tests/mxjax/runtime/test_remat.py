@@ -154,7 +154,7 @@ def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):
     """Traced only: it is known by the name of JAX's primitive, which this holds to."""
     for check in ("check_cudnn_version", "check_compute_capability"):
         monkeypatch.setattr(fused_attention_stablehlo, check, lambda *_: 91_000)
-    monkeypatch.setattr(attention, "_cudnn_takes", lambda q: True)
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
     result = 2 * TOKENS * SMALL.n_heads * SMALL.head_dim
     statistics = 4 * TOKENS * SMALL.n_heads
     for mode, implementation in (("dots", "xla"), ("fp4", "fp8_carriers")):

@@ -99,7 +99,7 @@ def test_the_last_output_gradient_is_that_of_the_mean_loss(in_float32):
         for i in range(2):
             weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
             products = BlockGemms(dict.fromkeys(BLOCK_LAYERS, mxjax.get_policy("fp32")), None)
-            x = nnx.merge(graph, weights)(x, rope_angles(16, CONFIG), products)
+            x = nnx.merge(graph, weights)(x, rope_angles(jnp.arange(16)[None], CONFIG), products)
         return x
 
     @jax.jit

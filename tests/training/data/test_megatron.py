@@ -9,22 +9,24 @@ import pytest
 
 import eval as evaluation_program
 import train as training_program
+from models.documents import Documents
 from training.command_line import parse
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter
-from training.data.load import load_data, load_held_out
+from training.data.load import documents_of, load_data, load_held_out
 from training.data.megatron import Rows, is_indexed, load_megatron, load_validation, parse_blend
 from training.data.tokenizer import tokenizer_vocab_size
-from training.run.record import from_json, to_json
+from training.run.record import from_json, to_json, write_run_config
+from training.run.setup import set_up
 
 VOCABULARY = 300
 
 
-def write(prefix, n_documents=200, top=VOCABULARY, seed=0, longest=50):
+def write(prefix, n_documents=200, top=VOCABULARY, seed=0, longest=50, end=()):
     rng = np.random.default_rng(seed)
     with IndexedWriter(prefix, np.uint16) as writer:
         for n in rng.integers(1, longest, n_documents):
-            writer.add(rng.integers(0, top, n))
+            writer.add(np.array([*rng.integers(0, top, n), *end]))
     return str(prefix)
 
 
@@ -78,7 +80,7 @@ def test_processes_read_equal_parts_of_each_batch(prefix, tmp_path, data):
 
 @pytest.mark.slow
 def test_grains_worker_processes_read_the_same(prefix):
-    settings = config("0.5", prefix, "0.5", prefix, eval_data=prefix)
+    settings = config("0.5", prefix, "0.5", prefix, eval_data=(prefix,))
     corpus = load_data(settings, 257)
     absl.flags.FLAGS.mark_as_parsed()  # grain asks its own, which only absl's programs parse
     rows = Rows(corpus.samples(16, 0, 40), 10, 4, 0, 1)
@@ -98,7 +100,7 @@ def test_without_evaluation_data_the_last_documents_are_held_out(prefix):
 
 def test_evaluation_data_is_read_whole_and_then_all_is_trained_on(prefix, tmp_path):
     other = write(tmp_path / "other", 20, seed=1)
-    corpus = load_megatron(config(prefix, eval_data=other), 257)
+    corpus = load_megatron(config(prefix, eval_data=(other,)), 257)
     assert corpus.documents == (range(200),)
     np.testing.assert_array_equal(corpus.validation, IndexedDataset(other).tokens)
     np.testing.assert_array_equal(load_held_out(other, VOCABULARY, True, 16), corpus.validation)
@@ -107,10 +109,39 @@ def test_evaluation_data_is_read_whole_and_then_all_is_trained_on(prefix, tmp_pa
 def test_text_takes_evaluation_data_too(tmp_path):
     for name, text in (("a", "some text " * 100), ("b", "other")):
         (tmp_path / name).write_text(text)
-    corpus = load_data(DataConfig((str(tmp_path / "a"),), eval_data=str(tmp_path / "b")), 257)
+    corpus = load_data(DataConfig((str(tmp_path / "a"),), eval_data=(str(tmp_path / "b"),)), 257)
     assert bytes(corpus.validation[:-1].astype(np.uint8)) == b"other"
     assert len(corpus.train) == 1001
     np.testing.assert_array_equal(load_held_out(str(tmp_path / "b"), 257, True, 16), corpus.validation)
+
+
+def write_documents(prefix, *documents):
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for tokens in documents:
+            writer.add(np.array(tokens))
+    return str(prefix)
+
+
+def test_the_end_of_a_document_is_a_token_that_ends_all_and_nothing_else(tmp_path):
+    ends = {
+        9: [[1, 2, 9], [9], [], [3, 9]],
+        8: [[1, 8], [2, 8]],
+        None: [[1, 9, 2, 9], [3, 9]],  # as a line does
+    }
+    names = {end: write_documents(tmp_path / str(end), *documents) for end, documents in ends.items()}
+    for end, name in names.items():
+        assert IndexedDataset(name).document_end() == end
+    assert IndexedDataset(write_documents(tmp_path / "one", [1, 2])).document_end() is None
+    blend = load_megatron(config(names[9], names[8], eval_data=(names[9],)), 257)
+    assert documents_of(config(), blend) is None
+    marked = load_megatron(config(names[9], eval_data=(names[None],)), 257)
+    assert documents_of(config(restart_positions=True), marked) == Documents(9, restart_positions=True)
+    assert documents_of(config(document_mask="off"), marked) is None
+    for asked in ({"document_mask": "on"}, {"restart_positions": True}):
+        with pytest.raises(ValueError, match=r"^--\S+( on)?: no token ends every document .*--append-eod"):
+            documents_of(config(**asked), blend)
+    with pytest.raises(ValueError, match="leave out --document-mask off"):
+        config(document_mask="off", restart_positions=True)
 
 
 def test_facts_tell_data_apart(prefix, tmp_path):
@@ -158,7 +189,7 @@ def test_datasets_of_different_tokenizers_are_refused(tmp_path):
     tokenizer_json(a, 300)
     tokenizer_json(b, 301)
     with pytest.raises(ValueError, match=r"different tokenizers: .*a.tokenizer.json, .*b.tokenizer.json"):
-        load_data(config(a, eval_data=b, vocab_size=None), 257)
+        load_data(config(a, eval_data=(b,), vocab_size=None), 257)
 
 
 def test_ids_past_the_vocabulary_are_an_error_at_start(prefix):
@@ -213,11 +244,11 @@ def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
     assert not is_indexed([str(tmp_path / "text.txt")])
     assert not is_indexed([])
     with pytest.raises(ValueError, match="is tokenized and --data is text"):
-        load_data(config(str(tmp_path / "text.txt"), eval_data=prefix), 257)
+        load_data(config(str(tmp_path / "text.txt"), eval_data=(prefix,)), 257)
     with pytest.raises(
         ValueError, match=r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
     ):
-        load_data(config(prefix, eval_data=str(tmp_path / "text.txt")), 257)
+        load_data(config(prefix, eval_data=(str(tmp_path / "text.txt"),)), 257)
     with pytest.raises(ValueError, match=r"no such file, folder, or dataset /missing.idx"):
         load_data(config("/missing"), 257)
     with pytest.raises(ValueError, match="--vocab-size 100 does not hold"):
@@ -230,7 +261,7 @@ def test_several_datasets_need_one_to_evaluate_on(prefix):
 
 
 def test_a_blend_by_size_is_one_epoch(prefix):
-    settings = config(prefix, prefix, eval_data=prefix)
+    settings = config(prefix, prefix, eval_data=(prefix,))
     with pytest.raises(ValueError, match=r"one epoch of the datasets has .* to read more, give weights"):
         load_data(settings, 257).batches(settings, 0, 10_000)
 
@@ -257,9 +288,9 @@ def lines(out):
 
 @pytest.mark.slow
 def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
-    prefix = write(tmp_path / "train", top=257)
-    other = write(tmp_path / "other", 40, top=257, seed=1)
-    flags = ["--data", "3", prefix, "1", other, "--eval-data", other]
+    prefix = write(tmp_path / "train", top=256, end=[256])
+    other = write(tmp_path / "other", 40, top=256, seed=1, end=[256])
+    flags = ["--data", "3", prefix, "1", other, "--eval-data", other, "--restart-positions"]
     run(tmp_path / "whole", *flags)
     run(tmp_path / "resumed", *flags, "--stop-after", "2")
     position = next((tmp_path / "resumed" / "checkpoints" / "2" / "data").rglob("metadata"))
@@ -271,14 +302,19 @@ def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     description = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert description["model"]["vocab_size"] == 257
     assert description["data"]["source"] == f"3 x {prefix}, 1 x {other}"
+    assert description.pop("documents") == {"end": 256, "restart_positions": True}
 
     evaluate = evaluation_program.evaluate
     again = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed"))
-    named = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", eval_data=other))
+    named = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", eval_data=(other,)))
     part = evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", data=prefix))
     assert again["eval_loss"] == named["eval_loss"] == evaluation["eval_loss"] != part["eval_loss"]
     with pytest.raises(ValueError, match="give one of them"):
-        evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", data=prefix, eval_data=other))
+        evaluate(evaluation_program.EvalConfig(tmp_path / "resumed", data=prefix, eval_data=(other,)))
+
+    write_run_config(tmp_path / "whole", description)  # as of a run before there were masks
+    assert set_up(parse(["--resume", "--out", str(tmp_path / "whole")]), tmp_path / "whole").documents is None
+    assert evaluate(evaluation_program.EvalConfig(tmp_path / "whole"))["eval_loss"] != again["eval_loss"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,35 @@ def test_a_value_that_no_variable_of_jax_has_is_one_line():
     assert ended.stderr == "-c: error: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'\n"
 
 
+MESH = """
+import sys
+import jax
+from training.command_line import parse
+from training.process.environment import start_jax
+from training.sharding import make_mesh
+
+config = parse(sys.argv[1:])
+start_jax(config.devices)
+print({name: size for name, size in make_mesh(config.mesh).shape.items() if size > 1})
+jax.local_devices = lambda: [type("Device", (), {"platform": "gpu"})] * 2
+try:
+    start_jax(config.devices)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_virtual_devices_of_a_cpu():
+    words = [sys.executable, "-c", MESH, "--devices", "6", "--mesh", "data=3,tensor=2"]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # the flag wins
+    ended = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
+    mesh, refused = ended.stdout.splitlines()
+    assert mesh == "{'data': 3, 'tensor': 2}"
+    assert refused.startswith(
+        "--devices 6 makes virtual devices of a CPU, and JAX has 2 of platform gpu: set"
+    )
+
+
 @pytest.mark.parametrize(
     ("setting", "value"), [(jax.transfer_guard, "disallow"), (jax.numpy_dtype_promotion, "strict")]
 )

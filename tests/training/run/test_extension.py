@@ -45,6 +45,43 @@ def test_an_extended_run_equals_a_longer_one(tmp_path):
         run("--resume", "--out", tmp_path / "run", "--steps", 3)
 
 
+@pytest.mark.slow
+def test_a_branch_that_decays_equals_a_run_that_does(tmp_path):
+    """With AdamW's moments and random bits in every GEMM; also where the branch itself is resumed."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(500)))
+    flags = (
+        "--policy",
+        "full_sr",
+        "--batch-size",
+        2,
+        "--seq-len",
+        16,
+        "--eval-batches",
+        1,
+        "--warmup-steps",
+        1,
+    )
+    flags = (*flags, "--data", text, "--out")
+    run(*flags, tmp_path / "whole", "--steps", 5, "--schedule", "wsd", "--decay", 3)
+    run(*flags, tmp_path / "stable", "--steps", 3, "--schedule", "constant", "--checkpoint-every", 1)
+    origin, out = tmp_path / "stable" / "checkpoints" / "2", tmp_path / "branch"
+    run("--branch", origin, "--decay", 3, "--out", out, "--stop-after", 3)
+    run("--resume", "--out", out)
+    (losses, state), (expected, whole) = final(out), final(tmp_path / "whole")
+    assert losses == {step: loss for step, loss in expected.items() if step > 2}
+    jax.tree.map(np.testing.assert_array_equal, state, whole)
+    for rest, said in (
+        (["--decay", 3, "--lr", 1], "--branch goes on with the flags of .*\n  --lr: the run has 0.004"),
+        (["--steps", 2], "has taken 2 of --steps 2; add --decay N or more --steps"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            run("--branch", origin, "--out", tmp_path / "no", *rest)
+    with pytest.raises(ValueError, match=r"no such checkpoint in .*stable; there are \[2, 3\]"):
+        parse(["--branch", str(origin.with_name("1")), "--out", "no"])
+    assert not (tmp_path / "no").exists()
+
+
 def test_a_learning_rate_that_would_have_been_another_is_named():
     short = Config(steps=100)
     check_extension(dataclasses.replace(short, steps=200), short, taken=31)  # all of them warm-up
@@ -54,6 +91,11 @@ def test_a_learning_rate_that_would_have_been_another_is_named():
         check_extension(dataclasses.replace(short, steps=200), short, taken=32)
     short = Config(steps=100, optimizer=CONSTANT)
     check_extension(dataclasses.replace(short, steps=200), short, taken=100)
+    wsd = dataclasses.replace(short, optimizer=OptimizerConfig(schedule="wsd", decay=20, lr=4e-3))
+    stable = dataclasses.replace(wsd, optimizer=OptimizerConfig(schedule="constant"))
+    check_extension(wsd, stable, taken=81)  # rates are those of updates 0 to 80
+    with pytest.raises(ValueError, match=r"--schedule wsd: the run has --schedule constant, .* at step 82"):
+        check_extension(wsd, stable, taken=82)
     logged = dataclasses.replace(short, mlperf=MLPerfConfig(mllog=True))
     with pytest.raises(ValueError, match="which its MLPerf log names"):
         check_extension(dataclasses.replace(logged, steps=200), logged, taken=0)

@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import os
 import pathlib
+import random
 
 import pytest
 
+from training.process.extras import MissingExtraError
 from training.tokenize.documents import Document, Documents, Problem, below, find_files
 
 
@@ -30,10 +33,22 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz", "a.jsonl.gz"])
+def zstd(content, frame=100):
+    """Returns zstd frames of so many bytes each, as parallel compressors write them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    frames = []
+    for i in range(0, len(content), frame):
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(content[i : i + frame])
+        frames.append(sink.getvalue().to_pybytes())
+    return b"".join(frames)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz", "a.jsonl.gz", "a.jsonl.zst"])
 def test_json_lines(tmp_path, name):
-    content = b"".join(LINES)
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    compress = {"gz": gzip.compress, "zst": zstd}.get(name.rpartition(".")[2], bytes)
+    (tmp_path / name).write_bytes(compress(b"".join(LINES)))
     items = found(tmp_path / name)
     assert [item for item in items if isinstance(item, Document)] == [(1, "one"), (9, "zwei € 😀")]
     assert [item[:2] for item in items if isinstance(item, Problem)] == [
@@ -58,17 +73,21 @@ def test_another_field(tmp_path):
     assert found(tmp_path / "a.jsonl") == [(1, "malformed line", "no string called 'text'")]
 
 
-def test_a_truncated_gzip_gives_the_lines_before(tmp_path):
+@pytest.mark.parametrize(("suffix", "name"), [("gz", "gzip"), ("zst", "zstd")])
+def test_a_truncated_stream_gives_the_lines_before(tmp_path, suffix, name):
     lines = [line(f"document {i} {'x' * (i * 7919 % 997)}") for i in range(400)]
-    content = gzip.compress(b"".join(lines))
-    (tmp_path / "a.json.gz").write_bytes(content[: len(content) // 2])
-    *documents, problem = found(tmp_path / "a.json.gz")
+    content = gzip.compress(b"".join(lines)) if name == "gzip" else zstd(b"".join(lines), 2**16)
+    (tmp_path / f"a.json.{suffix}").write_bytes(content[: len(content) // 2])
+    *documents, problem = found(tmp_path / f"a.json.{suffix}")
     assert 50 < len(documents) < 350
     assert all(isinstance(d, Document) for d in documents)
-    assert problem[:2] == (len(documents) + 1, "truncated gzip")
+    assert problem[:2] == (len(documents) + 1, f"truncated {name}")
 
 
-def test_a_damaged_gzip_is_named(tmp_path):
+def test_a_damaged_stream_is_named(tmp_path):
+    for content in (b"no zstd at all", zstd(line("one")) + b"and more"):
+        (tmp_path / "a.json.zst").write_bytes(content)
+        assert found(tmp_path / "a.json.zst")[-1].kind == "damaged zstd"
     content = bytearray(gzip.compress(b"".join(line(f"document {i}") for i in range(50))))
     content[-6] ^= 1  # of the checksum
     (tmp_path / "a.json.gz").write_bytes(content)
@@ -83,12 +102,16 @@ def test_a_text_file_is_a_document(tmp_path):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
     (tmp_path / "c.txt").write_bytes(b"\xff")
     (tmp_path / "d.txt").write_text("")
+    (tmp_path / "e.md.zst").write_bytes(zstd(b"four"))
+    (tmp_path / "f.py").write_text("five = 5")
     texts = [found(path)[0] for path in sorted(tmp_path.iterdir())]
     assert [t[:2] for t in texts] == [
         (1, "one\n\ntwo\n"),
         (1, "three"),
         (1, "malformed text"),
         (1, "empty document"),
+        (1, "four"),
+        (1, "five = 5"),
     ]
 
 
@@ -140,6 +163,22 @@ def test_parquet(tmp_path):
     assert [item[:2] for item in found(tmp_path / "b.parquet")] == [(1, "damaged parquet")]
 
 
+@pytest.mark.parametrize("groups", [1, 40])
+def test_parquet_is_read_in_parts(tmp_path, groups):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [random.Random(i).randbytes(1000).hex() for i in range(16000)]  # 16 MB when compressed
+    table = pyarrow.table({"text": rows})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=len(rows) // groups, compression="zstd")
+    del table
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for row, document in enumerate(Documents(str(tmp_path / "a.parquet"))):
+        assert document == (row + 1, rows[row])
+        if row % 100 == 0:
+            most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 10 * 2**20 < (tmp_path / "a.parquet").stat().st_size
+
+
 def test_a_row_of_parquet_that_is_not_utf_8_is_named_and_skipped(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -160,7 +199,7 @@ def test_positions_rise_to_the_files_size(tmp_path):
 
 
 def test_files_are_found_by_name_pattern_and_folder(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "notes.md"):
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "notes.doc", ".hidden.txt"):
         (tmp_path / name).write_text("x")
     folder = str(tmp_path)
     names = lambda *patterns: [pathlib.Path(f).name for f in find_files(patterns)]  # noqa: E731
@@ -181,12 +220,55 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
         "e.txt",
     ]
     assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
+    found = [pathlib.Path(f).name for f in find_files([folder], recursive=True)]
+    assert found == ["a.jsonl", "b.jsonl", "c.txt", "d.txt", "e.txt"]
+
+
+def test_a_folder_that_cannot_be_read_ends_a_recursive_search(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def closed(path):  # tests may run as root, who reads all
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert find_files([str(tmp_path)]) == [str(tmp_path / "a.txt")]
+    with pytest.raises(PermissionError, match="closed"):
+        find_files([str(tmp_path)], recursive=True)
+
+
+def test_a_folder_of_a_dataset_of_hugging_face(tmp_path):
+    pytest.importorskip("pyarrow")
+    for name in ("README.md", ".cache/a.parquet", "data/train-00000-of-00002.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ValueError, match=r"matches no file .*; --recursive takes those below it, such as "):
+        find_files([str(tmp_path)])
+    assert find_files([str(tmp_path)], recursive=True) == [str(tmp_path / name)]
+    (tmp_path / "data" / "test-00000-of-00001.parquet").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"splits test, train of .* such as '(.*/data/train-\*-of-\*.par.*)'"
+    ) as e:
+        find_files([str(tmp_path)], recursive=True)
+    pattern = str(e.value).split("'")[1]
+    assert find_files([pattern]) == [str(tmp_path / name)]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt.zst"])
+def test_what_needs_pyarrow_says_so(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=f"reading {pathlib.Path(name).suffix} files needs pyarrow: "):
+        find_files([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"), [("missing*", "matches no file"), ("notes.md", "the files read are .json.gz")]
+    ("pattern", "message"), [("missing*", "matches no file"), ("notes.doc", "the files read are .json, ")]
 )
 def test_what_cannot_be_read_is_an_error(tmp_path, pattern, message):
-    (tmp_path / "notes.md").write_text("x")
+    (tmp_path / "notes.doc").write_text("x")
     with pytest.raises(ValueError, match=message):
         find_files([str(tmp_path / pattern)])

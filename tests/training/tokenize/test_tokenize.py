@@ -88,16 +88,23 @@ def test_a_text_cannot_forge_a_special_token_unless_allowed(here, tokenizer, tmp
     assert "<|endoftext|> in 2 texts" in summary("d", record)
 
 
-def test_a_special_token_that_is_a_word_of_the_model_is_not_forged_either(here, tmp_path):
-    """Unigram and word-level models hold special tokens as pieces, which escaping does not hide."""
+@pytest.mark.parametrize("spelling", ["</s>", "\uff1c/s\uff1e"])
+def test_a_special_token_that_is_a_word_of_the_model_is_not_forged_either(here, tmp_path, spelling):
+    """Unigram and word-level models hold special tokens as pieces, which escaping does not hide.
+
+    A normalizer makes them of other texts, too, of which the end of a document is looked for.
+    """
     path = tmp_path / "words.json"
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
+    library.normalizer = tokenizers.normalizers.NFKC()
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     library.add_special_tokens(["</s>"])
     library.save(str(path))
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "a </s> a"}\n')
-    record = tokenize(TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path))
-    assert IndexedDataset(tmp_path / "d").tokens.tolist() == [0]
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{{"text": "a {spelling} a"}}\n')
+    record = tokenize(
+        TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path, append_eod=True)
+    )
+    assert IndexedDataset(tmp_path / "d").tokens.tolist() == [0, 1]
     assert (record["left_out"], record["spelled"]) == ({"special token": 1}, {})
 
 
@@ -191,6 +198,19 @@ def test_bad_input_ends_with_what_to_do_and_is_not_in_the_way(
     good = {"tokenizer": pathlib.Path("t.json"), "append_eod": True}
     assert tokenize(config(corpus[0], tmp_path / "d", **good))["eod"] == "<|endoftext|>"
     assert not (tmp_path / "d.partial").exists()
+
+
+def test_a_column_that_is_not_there_is_named_before_anything_is_written(here, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "b.parquet")
+    (tmp_path / "a.parquet").write_bytes(b"damaged, which is listed among the problems")
+    flags = ["--input", str(tmp_path / "*"), "--output", str(tmp_path / "out" / "d"), "--train-tokenizer"]
+    with pytest.raises(SystemExit, match=r"b\.parquet has no column 'text'; name one of body with"):
+        main([*flags, "--vocab-size", "257"])
+    assert not (tmp_path / "out").exists()
+    main([*flags, "--vocab-size", "258", "--column", "body"])
+    assert len(IndexedDataset(tmp_path / "out" / "d")) == 1
 
 
 def test_text_alone_trains_a_tokenizer(tmp_path):

@@ -1,0 +1,104 @@
+"""Gradient norms, spikes, SQNR and evaluation sets of groups of runs in `eval.py compare`."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from analysis.compare.runs import LAST, Group
+from analysis.records import decibels, kinds_of, mean_sqnr
+from training.log.display import text_table
+
+
+def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Returns what each group's runs say of their training; a number that no run has is None.
+
+    "grad_norm" is the median over the last LAST of the steps, "largest_grad_norm" the largest of all.
+    "spikes" are the steps of each run (`training.log.spikes`). "sqnr_db" has the mean decibels of each GEMM
+    over layers and runs at their last measurement, "sqnr_db_by_kind" those of each kind of layer, and
+    "eval_sets" the last loss and bits per byte of each set, in means over the runs.
+    """
+    found = []
+    for group in groups:
+        norms = [[norm for _, norm in sorted(run.grad_norms.items())] for run in group.runs]
+        ends = [norm for one in norms for norm in one[-max(1, round(LAST * len(one))) :]]
+        largest = [norm for one in norms for norm in one if math.isfinite(norm)]
+        measured = [run.sqnr[max(run.sqnr)] for run in group.runs if run.sqnr]
+        found.append(
+            {
+                "group": group.name,
+                "grad_norm": statistics.median(ends) if ends else None,
+                "largest_grad_norm": max(largest, default=None),
+                "spikes": {run.name: [spike.step for spike in run.spikes] for run in group.runs},
+                "sqnr_db": _known(mean_sqnr(measured)) if measured else None,
+                "sqnr_db_by_kind": {kind: _known(mean_sqnr(measured, kind)) for kind in kinds_of(measured)},
+                "eval_sets": _sets(group),
+            }
+        )
+    return found
+
+
+def _sets(group: Group) -> dict[str, dict[str, float | None]]:
+    """Returns the means over the runs of the last evaluation of each set that all of them have."""
+    found = {}
+    for name in group.runs[0].eval_sets:
+        if all(name in run.eval_sets for run in group.runs):
+            last = [run.eval_sets[name][max(run.eval_sets[name])] for run in group.runs]
+            found[name] = {key: _mean([one.get(key) for one in last]) for key in ("eval_loss", _BITS)}
+    return found
+
+
+def _known(numbers: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(number) else number for name, number in numbers.items()}
+
+
+_BITS = "eval_bits_per_byte"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if len(numbers) == len(values) else None
+
+
+def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns `health_of` in lines; of what no group has there is no table."""
+    rows = [
+        [
+            row["group"],
+            _number(row["grad_norm"]),
+            _number(row["largest_grad_norm"]),
+            str(sum(map(len, row["spikes"].values()))),
+        ]
+        for row in found
+    ]
+    header = ["", f"gradient norm, median of the last {100 * LAST:g} %", "largest", "spikes"]
+    lines = ["", text_table(header, rows)] if any(row["grad_norm"] is not None for row in found) else []
+    sets = list(dict.fromkeys(name for row in found for name in row["eval_sets"]))
+    if any(sets) or any(one[_BITS] is not None for row in found for one in row["eval_sets"].values()):
+        header = ["last evaluation", *(part for name in sets for part in (name or "loss", "bits per byte"))]
+        lines += ["", text_table(header, [[row["group"], *_evaluated(row, sets)] for row in found])]
+    kinds = list(dict.fromkeys(kind for row in found for kind in row["sqnr_db_by_kind"]))
+    if kinds:
+        measured = [row for row in found if row["sqnr_db"] is not None]
+        parts = [*((kind, [row["sqnr_db_by_kind"].get(kind) for row in measured]) for kind in kinds)]
+        parts.append(("all layers", [row["sqnr_db"] for row in measured]))
+        rows = [
+            [
+                name if gemm == "fprop" else "",
+                gemm,
+                *("" if one is None else decibels(one[gemm]) for one in ones),
+            ]
+            for name, ones in parts
+            for gemm in measured[0]["sqnr_db"]
+        ]
+        header = ["SQNR in dB", "GEMM", *(row["group"] for row in measured)]
+        lines += ["", text_table(header, rows)]
+    return lines
+
+
+def _evaluated(row: dict[str, Any], sets: Sequence[str]) -> list[str]:
+    return [_number(row["eval_sets"].get(name, {}).get(key)) for name in sets for key in ("eval_loss", _BITS)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,158 @@
+"""A study of one's own: what a file may hold, and the table of its runs."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from support.study_runs import power_law, record
+
+import mxjax
+from studies.ladder import __main__ as program
+from studies.ladder import own
+from studies.ladder.cells import PROTOCOLS, policy_of, protocol_of, recipe_of
+from studies.ladder.train import run_path
+from studies.ladder.whole_runs import changes_program
+from training.data.indexed_dataset import IndexedWriter
+
+CELLS = [
+    "wgrad.even",
+    "own.json",
+    "recipes.py:mine",
+    {"name": "healed", "policy": "own.json; fp8 from 0.82", "layers": ["head=own.json", "blocks[0].*=bf16"]},
+]
+SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "own.json").write_text(mxjax.policy_to_json(mxjax.get_policy("wgrad_rht")))
+    (tmp_path / "recipes.py").write_text("mine = 'wgrad_sr'")
+    (tmp_path / "shape.json").write_text(json.dumps({"vocab_size": 64} | SHAPE))
+
+    def write(**fields):
+        path = tmp_path / "my-study.json"
+        path.write_text(json.dumps({"cells": CELLS} | fields))
+        return path
+
+    return write
+
+
+def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
+    cells = own.read_study(write(protocol={"like": "tiny", "steps": 60}))
+    names = ["fp8.own", "wgrad.even", "own.own", "mine.own", "healed.own", *["fp8.own"] * 4]
+    ends = ["my-study"] * 5 + [f"my-study-x{m:g}" for m in own.LENGTHS]
+    assert [c.name for c in cells] == [f"{n}.60m.{end}" for n, end in zip(names, ends, strict=True)]
+    assert [protocol_of(cell).steps for cell in cells] == [60] * 5 + [39, 48, 54, 66]
+    assert protocol_of(cells[0]) == dataclasses.replace(PROTOCOLS["tiny"], steps=60)
+    assert [str(policy_of(cells[i])) for i in (2, 3)] == [
+        str(mxjax.get_policy(name)) for name in ("wgrad_rht", "wgrad_sr")
+    ]
+    assert [changes_program(cell) for cell in cells[:5]] == [False] * 4 + [True]
+    folder = write().parent
+    assert recipe_of(cells[4]).layers == (f"head={folder}/own.json", "blocks[0].*=bf16")
+    assert recipe_of(cells[4]).policy == f"{folder}/own.json; fp8 from 0.82"
+    constant = own.read_study(write(protocol="constant-60m", cells=["wgrad.floor"]))
+    assert [cell.name for cell in constant] == ["fp8.own.60m.constant-60m", "wgrad.floor.60m.constant-60m"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cell": []}, "a study has no field cell; its fields are cells, lengths, model, protocol"),
+        ({"cells": []}, '"cells" is a list'),
+        ({"cells": ["wgrda"]}, "did you mean 'wgrad'"),
+        ({"cells": ["wgrad.flor"]}, "unknown policy 'wgrad.flor'"),
+        ({"cells": ["none.json"]}, "none.json: No such file"),
+        (
+            {"cells": ["own.json", "own.json"]},
+            "two cells are called own.own.60m.tuned-60m: give one another name",
+        ),
+        ({"cells": [{"name": "wgrad", "policy": "own.json"}]}, "'wgrad' cannot name a recipe of your own"),
+        (
+            {"cells": [{"name": "a", "policy": "own.json", "layers": ["head"]}]},
+            "--layers takes PATTERN=POLICY",
+        ),
+        ({"cells": ["heal"], "protocol": "constant-60m"}, "by train.py: its cosine ends with the run"),
+        ({"model": "61m"}, "unknown model '61m'"),
+        ({"protocol": "tuned"}, "unknown protocol 'tuned'; the protocols are decay, "),
+        ({"protocol": {"steps": "40"}}, "protocol: steps cannot be '40'; its type is <class 'int'>"),
+        ({"protocol": {"lr": True}}, "protocol: lr cannot be True"),
+        ({"protocol": {"steps": 10}}, "20 evaluations and a warm-up of 150 steps do not fit in 10 steps"),
+        ({"lengths": [1]}, '"lengths" is a list of positive numbers other than 1'),
+    ],
+)
+def test_a_wrong_file_is_one_line(write, tmp_path, fields, said):
+    path = write(**fields)
+    with pytest.raises(SystemExit) as ended:
+        program.run(str(path), out=tmp_path / "runs")
+    assert f"error: {path}: " in str(ended.value.code)
+    assert said in str(ended.value.code)
+    assert "\n" not in str(ended.value.code)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("8-15", range(8, 16)), ("0-0", range(1)), ("3", range(3)), (None, range(4))]
+)
+def test_seeds_are_a_number_or_named(write, text, seeds):
+    path = write()
+    shape = path.with_name("shape.json")
+    for cell in program._cells_of(str(path), text, shape):
+        assert cell.seed_numbers == seeds
+        assert (cell.model, cell.model_config) == ("shape", shape)
+    ladder = program._cells_of("ladder-60m", text, None)
+    assert ladder[0].seed_numbers == {"8-15": range(8, 16), None: range(8)}.get(text, seeds)
+
+
+@pytest.mark.parametrize("text", ["15-8", "-3", "a", "1-", "0", "8 - 9"])
+def test_other_seeds_are_refused(text):
+    with pytest.raises(ValueError, match="--seeds takes their number, as 8, or the first and the last"):
+        program._cells_of("ladder-60m", text, None)
+
+
+def test_the_table_pairs_runs_by_seed_and_counts_tokens(write, tmp_path):
+    """Losses follow a power law of the tokens, and seeds differ; own.json needs a tenth more."""
+    cells = own.read_study(write(cells=["own.json"]))
+    for cell in cells:
+        share = protocol_of(cell).steps / 700 / (1.1 if cell.policy == "own" else 1)
+        for seed in cell.seed_numbers:
+            loss = power_law(share) + 0.1 * seed
+            run = record(cell.name, cell.policy, seed, loss, steps=protocol_of(cell).steps)
+            run["protocol"] |= {"name": cell.protocol}
+            run_path(tmp_path, cell, seed).write_text(
+                json.dumps(run | {"resolved_policy": str(policy_of(cell))})
+            )
+    own.check_same(cells, tmp_path)
+    *_, row = own.summary(cells, tmp_path).splitlines()
+    label, runs, diverged, loss, gap, _, tokens = (part.strip() for part in row.strip("|").split("|"))
+    assert (label, runs, diverged) == ("own", "4", "0")
+    assert float(loss) == pytest.approx(power_law(1 / 1.1) + 0.15, abs=1e-4)
+    assert float(gap) == pytest.approx(power_law(1 / 1.1) - power_law(1), abs=1e-4)
+    assert float(tokens.partition(" %")[0]) == pytest.approx(10, abs=0.5)
+    other = dataclasses.replace(cells[1], recipe=cells[1].recipe._replace(policy="wgrad"))
+    with pytest.raises(
+        ValueError, match=r"own.own.60m.tuned-60m.s0.json was trained with another policy: name"
+    ):
+        own.check_same([other], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_study_of_a_file_is_trained_and_printed_by_one_command(write, tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    for name, size in (("train", 900), ("validation", 200)):
+        with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
+            writer.add(generator.integers(0, 64, size).astype(np.uint16))
+    small = {"like": "tiny", "steps": 4, "warmup": 1, "batch": 4, "seq": 16, "evaluations": 2}
+    path = write(cells=["own.json"], protocol=small, lengths=[])
+    data = {"data": str(tmp_path / "train"), "eval_data": str(tmp_path / "validation"), "vocab_size": 64}
+    options = {"out": tmp_path / "runs", "seeds": "8-9", "model_config": tmp_path / "shape.json", **data}
+    program.run(str(path), **options)
+    shown = capsys.readouterr().out
+    runs = {run.name for run in (tmp_path / "runs").glob("*.json")}
+    assert runs == {f"{name}.own.shape.my-study.s{s}.json" for name in ("fp8", "own") for s in (8, 9)}
+    assert sorted(line.split("|")[1:3] for line in shown.splitlines()[-2:]) == [
+        [f" {name} ", " 2 "] for name in ("fp8", "own")
+    ]
+    program.run(str(path), **options)
+    assert "0 of 4 runs left" in capsys.readouterr().out

@@ -1,0 +1,79 @@
+"""Programs of training/test_context.py on 8 virtual devices, in a process of their own."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mxjax
+from models import decoder
+from models.configs import DecoderConfig
+from models.context import cut
+from models.documents import Documents
+from models.sharding import weight_layout
+from training.process.environment import enable_compilation_cache
+from training.sharding import compiler_options, make_mesh, param_shardings, parameter_axes
+
+# Two blocks with another window each, sinks, and two query heads a key/value head.
+MODEL = DecoderConfig(256, 256, 2, 8, 4, 32, 256, rope_theta=10_000.0, windows=(0, 40), sinks=True)
+
+
+def relative(found, expected) -> float:
+    """Returns the largest relative error of arrays, by their norms."""
+    errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), found, expected)
+    return float(max(jax.tree.leaves(errors)))
+
+
+def losses(*cases: str) -> None:
+    """For each POLICY:MESH:SEQUENCES:LENGTH prints how far loss and gradients are from one device's."""
+    params = decoder.init(MODEL, jax.random.key(0))
+    for case in cases:
+        policy, text, sequences, length = case.split(":")
+        policies = decoder.layer_policies(
+            MODEL, mxjax.get_policy(policy), [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))]
+        )
+        batch = np.random.default_rng(0).integers(1, 256, (int(sequences), int(length) + 1), np.int32)
+        batch[:, 3 * int(length) // 5] = 0  # ends a document
+
+        def loss(params, batch, policies=policies):
+            options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32}
+            return decoder.mean_loss(MODEL, params, batch, documents=Documents(0, True), **options)
+
+        found = []
+        for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
+            options = compiler_options(mesh, policies.policies, None)
+            with jax.set_mesh(mesh):
+                given = jax.device_put(params, param_shardings(mesh, parameter_axes(MODEL)))
+                run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
+                found.append(jax.device_get(run(given, batch)))
+        (a, da), (b, db) = found
+        print(json.dumps({"case": case, "loss": float(abs(a / b - 1)), "gradients": relative(da, db)}))
+
+
+def products(*policies: str) -> None:
+    """For each policy prints how far a product of a sequence on context=8 and its gradients are from one
+    device's."""
+    x, dy = np.random.default_rng(0).standard_normal((2, 1, 512, 64)).astype(np.float32)
+    w = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    for policy in policies:
+
+        def product(x, w, dy, parts, policy=policy):
+            x, dy = (cut(t, parts) for t in (x, dy))
+            options = {"policy": policy, "key": jax.random.key(0), "layout": weight_layout(("mlp", "norm"))}
+            y, back = jax.vjp(lambda x, w: mxjax.dot(x, w, **options), x, w)
+            dx, dw = back(dy)
+            return y.reshape(-1, 64), dx.reshape(-1, 64), dw
+
+        found = []
+        for mesh in (make_mesh("context=8"), make_mesh(devices=jax.devices()[:1])):
+            with jax.set_mesh(mesh):
+                found.append(jax.device_get(jax.jit(product, static_argnums=3)(x, w, dy, mesh.size)))
+        errors = [relative(a, b) for a, b in zip(*found, strict=True)]
+        print(json.dumps({"policy": policy, "errors": errors}))
+
+
+if __name__ == "__main__":
+    enable_compilation_cache()
+    {"losses": losses, "products": products}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,87 @@
+"""Context parallelism: losses and gradients are those of one device, and what is refused."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from models.context import sequence_parts
+from training.sharding import parse_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def program(*arguments) -> list[dict]:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, "tests/support/contexts.py", *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("cases", "gradients"),
+    [
+        (["fp32:context=2,fsdp=2,tensor=2:2:64"], 1e-4),
+        pytest.param(["fp32:context=8:2:256", "fp32:context=4,data=2:2:128"], 1e-4, marks=pytest.mark.slow),
+        # A last bit may round an element elsewhere. In Dgrad's 4 bits that goes on through all blocks.
+        pytest.param(
+            [
+                "bf16:context=8:1:256",
+                "wgrad_hadamard:context=2,fsdp=2,tensor=2:2:64",
+                "wgrad_sr:context=8:1:256",
+            ],
+            5e-3,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["full_hadamard:context=4,data=2:2:128"], 0.1, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients_are_those_of_one_device(cases, gradients):
+    """Of a model with windows by layer, sinks and grouped queries, and sequences of two documents."""
+    found = program("losses", *cases)
+    assert [record["case"] for record in found] == cases
+    for record in found:
+        assert record["loss"] < 1e-5, record
+        assert record["gradients"] < gradients, record
+
+
+@pytest.mark.slow
+def test_products_of_shared_sequences_have_the_bits_of_one_device():
+    """Wgrad's blocks of tokens and random bits are the same; only sums over devices have another order."""
+    policies = "bf16", "wgrad_hadamard", "full_hadamard", "wgrad_sr", "wgrad_rht"
+    for record in program("products", *policies):
+        *same, dw = record["errors"]
+        assert same == [0, 0], record
+        assert dw < 3e-7, record
+
+
+@pytest.mark.parametrize(
+    ("text", "sequences", "length", "parts"),
+    [
+        ("context=8", 1, 256, 8),
+        ("context=8", 2, 128, 4),  # of which four devices each share one
+        ("context=4,data=2", 8, 33, 1),
+        ("context=4,data=2", 2, 128, 4),
+        ("fsdp=8", 8, 33, 1),
+    ],
+)
+def test_sequences_are_cut_only_as_far_as_there_are_too_few(text, sequences, length, parts):
+    assert sequence_parts(parse_mesh(text, 8), sequences, length) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "sequences", "length", "message"),
+    [
+        ("context=8", 3, 256, "a divisor or a multiple of 8 sequences .*, got 3; change --batch-size"),
+        ("context=8", 1, 250, "8 parts of whole blocks of 32 tokens, got --seq-len 250; take 256"),
+        ("context=8", 2, 64, "4 parts .* got --seq-len 64; take 128"),
+    ],
+)
+def test_sequences_that_devices_cannot_share_are_an_error(text, sequences, length, message):
+    with pytest.raises(ValueError, match=message):
+        sequence_parts(parse_mesh(text, 8), sequences, length)

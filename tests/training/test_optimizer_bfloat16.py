@@ -1,0 +1,109 @@
+"""Moments and parameters in bfloat16: unbiased, and otherwise the optimizer's own."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from models import decoder
+from models.configs import DecoderConfig
+from mxjax.policy.layers import resolve
+from mxjax.recipes import get_policy
+from training.optimizer.bfloat16 import stochastic_round
+from training.optimizer.config import OptimizerConfig, bytes_a_parameter
+from training.optimizer.optimizers import optimizer_of
+
+MODEL = DecoderConfig(16, 8, 1, 2, 1, 4, 12)
+LAYERS = resolve(["head"], get_policy("bf16"))
+
+
+def test_rounding_is_unbiased_between_neighbours():
+    n = 40_000
+    x = np.float32([1.001, -1.00390626, 3.14159, 1e-3, -7.77e30, 1.9999, 1.2e-38, 3e-40, -65504.7])
+    found = np.asarray(stochastic_round(jnp.tile(jnp.asarray(x)[:, None], n), jax.random.key(3)))
+    assert found.dtype == ml_dtypes.bfloat16
+    below = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    above = ((x.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    found, share = np.float64(found), (np.float64(x) - below) / (np.float64(above) - below)
+    assert np.all((found == below[:, None]) | (found == above[:, None]))
+    error = np.mean(found == above[:, None], axis=1) - share
+    assert np.all(np.abs(error) <= 5 * np.sqrt(share * (1 - share) / n))
+
+
+def test_values_of_bfloat16_stay_and_finite_ones_stay_finite():
+    grid = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    found = np.asarray(stochastic_round(jnp.asarray(grid.astype(np.float32)), jax.random.key(0)))
+    is_nan = np.isnan(grid.astype(np.float32))
+    np.testing.assert_array_equal(found.view(np.uint16)[~is_nan], grid.view(np.uint16)[~is_nan])
+    assert np.isnan(found[is_nan].astype(np.float32)).all()
+    lowest = np.asarray(stochastic_round(jnp.full(64, np.finfo(np.float32).min), jax.random.key(0)))
+    assert np.all(lowest == ml_dtypes.finfo("bfloat16").min)
+
+
+def draw(seed, like):
+    keys = iter(jax.random.split(jax.random.key(seed), 99))
+    return jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), like)
+
+
+def test_rounded_moments_have_the_mean_of_whole_ones():
+    """With Muon, whose state has AdamW's too."""
+    whole, rounded = (
+        optimizer_of(OptimizerConfig(optimizer="muon", moments=moments), MODEL, None, LAYERS)
+        for moments in ("float32", "bfloat16")
+    )
+    params = decoder.init(MODEL, jax.random.key(0))
+    grads = [draw(i, params) for i in (1, 2)]
+
+    def moments(optimizer, key):
+        state, updates = optimizer.init(params), []
+        for i, g in enumerate(grads):
+            step = {"learning_rate": jnp.float32(1), "key": jax.random.fold_in(key, i)}
+            update, state = optimizer.update(g, state, params, **step)
+            updates.append(update)
+        return updates[0], [x for x in jax.tree.leaves(state) if x.size > 3]
+
+    first, expected = jax.jit(lambda key: moments(whole, key))(jax.random.key(0))
+    firsts, found = jax.jit(jax.lax.map, static_argnums=0)(
+        lambda key: moments(rounded, key), jax.random.split(jax.random.key(1), 64)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (firsts, first)), strict=True):
+        np.testing.assert_allclose(a[0], b, rtol=1e-5, atol=1e-6)  # moments were zero before it
+    assert {x.dtype for x in found} == {jnp.dtype("bfloat16")}
+    for many, one in zip(found, expected, strict=True):
+        errors = np.float64(many) - np.float64(one)
+        noise = np.sqrt(np.mean(np.var(errors, axis=0)) / len(many))
+        assert 0 < noise * np.sqrt(len(many)) < 2**-7 * np.max(np.abs(one))
+        assert np.abs(np.mean(errors)) < 5 * noise / np.sqrt(one.size)
+        assert np.sqrt(np.mean(np.mean(errors, axis=0) ** 2)) < 1.5 * noise
+
+
+def test_updates_too_small_for_bfloat16_move_its_parameters_on_average():
+    config = OptimizerConfig(optimizer="sgd", momentum=0.0, clip=np.inf, weight_decay=0.0, master="bfloat16")
+    optimizer = optimizer_of(config, MODEL, None, LAYERS)
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    state = optimizer.init(params)
+    assert jax.tree.leaves(state)[0].dtype == jnp.float32
+
+    @jax.jit
+    def step(params, state, key):
+        g = {"w": jnp.full((64, 64), 1e-4)}
+        updates, state = optimizer.update(g, state, params, learning_rate=jnp.float32(1), key=key)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(50):
+        params, state = step(params, state, jax.random.fold_in(jax.random.key(0), i))
+    w = np.float64(params["w"])
+    assert params["w"].dtype == jnp.bfloat16
+    assert np.mean(w) == pytest.approx(1 - 50e-4, abs=5 * np.std(w) / 64)
+    with pytest.raises(ValueError, match="needs the step's random bits"):
+        optimizer.update({"w": jnp.ones((64, 64))}, state, params, learning_rate=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [({}, 12), ({"moments": "bfloat16"}, 8), ({"master": "bfloat16"}, 10), ({"optimizer": "sgd"}, 8)],
+)
+def test_bytes_of_a_parameter_with_its_moments(options, size):
+    assert bytes_a_parameter(OptimizerConfig(**options)) == size

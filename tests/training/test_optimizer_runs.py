@@ -1,0 +1,54 @@
+"""Runs of train.py by other optimizers and states than the default: on meshes, and resumed."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support.programs import run_compiled
+from support.runs import lines, resume, run, weights, without_time
+
+from analysis.evaluate import EvalConfig
+from eval import evaluate
+
+BFLOAT16 = "--optimizer muon --moments bfloat16 --master bfloat16"
+RUNS = (
+    f"{BFLOAT16} --adam-lr 1e-3 --ema 0.6 --z-loss 1e-3",
+    pytest.param("--optimizer sgd --lr 0.05", marks=pytest.mark.exhaustive),
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return path
+
+
+@pytest.mark.slow
+def test_updates_on_a_mesh_are_those_of_one_device():
+    devices = {"JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    found = run_compiled("support.optimizer_meshes", "--optimizer muon", BFLOAT16, **devices).splitlines()
+    whole, rounded = map(json.loads, found)
+    assert whole["largest"] < 1e-4
+    # The same bits round sums that differ in their last bits; other bits would round half of them otherwise.
+    assert rounded["largest"] < 2**-6
+    assert rounded["differ"] < 0.05 * rounded["elements"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", RUNS)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, flags):
+    flags = "--policy", "bf16", *flags.split()
+    run(text, tmp_path / "whole", *flags, "--steps", "4")
+    run(text, tmp_path / "resumed", *flags, "--steps", "4", "--stop-after", "2")
+    resume(tmp_path / "resumed")
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "resumed"), weights(tmp_path / "whole"))
+    last = lines(tmp_path / "resumed")[-1]
+    if "--ema" in flags:
+        averaged = evaluate(EvalConfig(tmp_path / "resumed", weights="ema"))
+        assert averaged["eval_loss"] == last["ema_eval_loss"] != last["eval_loss"]
+        assert averaged["weights"] == "ema"
+    steps = [r for r in lines(tmp_path / "whole") if "loss" in r]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert without_time(lines(tmp_path / "resumed"))[-2:] == without_time(lines(tmp_path / "whole"))[-2:]

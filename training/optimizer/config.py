@@ -1,0 +1,107 @@
+"""The configuration of the optimizer and its learning rate; see `training.config`."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Literal
+
+from training.ranges import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INF, Range
+
+RANGES: Mapping[str, Range] = types.MappingProxyType(
+    {
+        "lr": POSITIVE,
+        "warmup_steps": Range("at least 0 and less than 2**31 - 1", lambda n: 0 <= n < 2**31 - 1),
+        "decay": COUNT,
+        "min_lr_ratio": Range("from 0 to 1", lambda x: 0 <= x <= 1),
+        "b1": DECAY,
+        "b2": DECAY,
+        "eps": NOT_NEGATIVE,
+        "momentum": DECAY,
+        "consistent_rms": POSITIVE,
+        "adam_lr": POSITIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "z_loss": NOT_NEGATIVE,
+        "ema": DECAY,
+        "clip": POSITIVE_OR_INF,
+    }
+)
+
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer; by default AdamW as in MLPerf Training's llama31_8b, with its warm-up and cosine."""
+
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw; muon, which orthogonalizes the momentum of each matrix of the blocks, also query, key, value,
+    gate, up and every expert's apart, and leaves other parameters to AdamW; or sgd, with momentum."""
+    lr: float = 4e-3
+    """Peak learning rate."""
+    warmup_steps: int = 30
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up. cosine: half a cosine over the rest of the run; wsd: stable, then a
+    decay over the last --decay steps; constant. The last two let a run be extended or branched."""
+    decay: int | None = None
+    """Steps of wsd's decay. Default: a fifth of the run."""
+    decay_shape: Literal["linear", "1-sqrt"] = "linear"
+    """Shape of wsd's decay: a line, or 1 minus the square root of the share that is over."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the peak, unless it is constant."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-5
+    """Added to the root of the second moment."""
+    momentum: float = 0.95
+    """Momentum of muon (Nesterov's) and sgd."""
+    consistent_rms: float | None = 0.2
+    """Root mean square of muon's updates before the learning rate, whatever a matrix's shape; 0.2 is AdamW's,
+    so that both take one --lr. None: the root of d_out / d_in times as large where that exceeds 1."""
+    adam_lr: float | None = None
+    """Peak learning rate of the parameters that muon leaves to AdamW. Default: --lr."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms have none."""
+    no_decay: tuple[str, ...] = ()
+    """Patterns of other parameters without weight decay, e.g. embedding head 'blocks.*.attention.*'."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss, the mean squared logsumexp of the logits, which the training loss adds;
+    1e-4 in PaLM. Losses on record leave it out."""
+    ema: float | None = None
+    """Average the parameters over the steps, each weighing this much less than the next, in float32;
+    evaluations have the average's loss too, and eval.py and exports take it by --weights ema."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of the optimizer's moments. bfloat16 halves them; they are rounded stochastically."""
+    master: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters between steps. bfloat16 halves them; each update is computed in float32 and the
+    result rounded stochastically."""
+    clip: float = 1.0
+    """Clip gradients to this global norm; inf does not clip."""
+
+    def __post_init__(self):
+        if isinstance(self.no_decay, str):
+            raise TypeError(f"no_decay must be a tuple of texts, got {self.no_decay!r:.60}")
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))  # a record has a list
+
+
+def bytes_a_parameter(config: OptimizerConfig) -> int:
+    """Returns the least memory of a parameter with its moments."""
+    moments = 2 if config.optimizer == "adamw" else 1
+    average = 0 if config.ema is None else 4
+    return _BYTES[config.master] + moments * _BYTES[config.moments] + average
+
+
+def check_schedule(config: OptimizerConfig, steps: int) -> None:
+    """Raises ValueError if the decay of a run of so many steps has no effect or no room."""
+    if config.decay is None:
+        return
+    if config.schedule != "wsd":
+        raise ValueError(f"--decay {config.decay} is for --schedule wsd, and not for {config.schedule}")
+    if (least := config.warmup_steps + config.decay) > steps:
+        raise ValueError(
+            f"--decay {config.decay} and --warmup-steps {config.warmup_steps} take {least} steps, more than "
+            f"--steps {steps}"
+        )
