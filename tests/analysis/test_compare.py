@@ -94,6 +94,21 @@ def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups
     assert runs[0].held_out == runs[1].held_out
 
 
+@pytest.mark.parametrize(
+    ("flags", "record", "groups"),
+    [
+        (["--spike-factor", "2", "--devices", "2"], {}, 1),
+        ([], {"documents": {"end": 256, "restart_positions": False}}, 2),  # older versions had no mask
+    ],
+)
+def test_seeds_are_one_group_if_they_train_alike(tmp_path, flags, record, groups):
+    one = make_run(tmp_path / "one", {1: 3.0})
+    other = make_run(tmp_path / "other", {1: 3.0}, ["--seed", "1", *flags])
+    path = other / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    assert len(group_by_configuration(read_runs([one, other], sequences=False))) == groups
+
+
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):
     preset = ["--preset", "mlperf-llama3.1-8b"]
     run = make_run(tmp_path / "run", {384: 5.5, 768: 4.25, 5376: 3.25}, preset)
