@@ -214,7 +214,7 @@ def export_checkpoint(
             write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
             _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
-        (folder / "README.md").write_text(model_card(run, saved, at, line))
+        (folder / "README.md").write_text(model_card(run, saved, at, line, weights))
     return config
 
 
