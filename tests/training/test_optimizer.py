@@ -54,6 +54,7 @@ def test_other_schedules_by_hand(flags, rates):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--adam-lr 1e-3", "--adam-lr 0.001 is for --optimizer muon: adamw takes --lr"),
         ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
         ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
         (

@@ -105,8 +105,10 @@ def check_logged(config: OptimizerConfig) -> None:
         raise ValueError(f"--mllog: MLPerf's log has no name for {flags}; leave that out, or add --no-mllog")
 
 
-def check_schedule(config: OptimizerConfig, steps: int) -> None:
-    """Raises ValueError if the decay of a run of so many steps has no effect or no room."""
+def check_effect(config: OptimizerConfig, steps: int) -> None:
+    """Raises ValueError if a flag has no effect, or the decay no room in a run of so many steps."""
+    if config.adam_lr is not None and config.optimizer != "muon":
+        raise ValueError(f"--adam-lr {config.adam_lr} is for --optimizer muon: {config.optimizer} takes --lr")
     if config.decay is None:
         return
     if config.schedule != "wsd":
