@@ -160,7 +160,7 @@ def export_checkpoint(
       weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
-        those that the run's Fprop multiplies.
+        those that the run's Fprop multiplies. Of gpt-oss "mxfp4" packs the experts, as OpenAI does.
       scale_rule: round the weights to MXFP4 by this rule, to nearest, instead of as the Fprop does.
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
@@ -192,6 +192,12 @@ def export_checkpoint(
             number = "mxfp4" if layout is None else layout.number
             operands, line = choose_operands(config, layers, scale_rule, number)
             print(line)
+            if number == "nvfp4" and config.experts is not None:
+                if calibrate is not None:
+                    raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
+                print(
+                    f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr
+                )
             if calibrate is not None:
                 layers = layers or decoder.layer_policies(config, get_policy("bf16"))
                 seq_len = saved["config"]["data"]["seq_len"]
@@ -202,12 +208,12 @@ def export_checkpoint(
             others = names_of_others(config, operands)
             raw |= {"quantization_config": layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         if quantize == "gguf":
             write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
         else:
             _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
-        if chat_template is not None:
-            shutil.copyfile(chat_template, folder / "chat_template.jinja")
         (folder / "README.md").write_text(model_card(run, saved, at, line))
     return config
 
@@ -232,8 +238,8 @@ def _check_format_flags(
             "--quantize nvfp4 --activations stores scales of activations: add --calibrate PREFIX, data on "
             "which the model runs; nothing else takes --calibrate"
         )
-    if quantize == "gguf" and (activations or chat_template is not None):
-        raise ValueError("--activations and --chat-template are not for --quantize gguf")
+    if quantize == "gguf" and activations:
+        raise ValueError("--activations is not for --quantize gguf: llama.cpp rounds activations to 8 bits")
     if chat_template is not None and not chat_template.is_file():
         raise ValueError(f"--chat-template {chat_template}: no such file")
     if quantize == "gguf":

@@ -1,17 +1,18 @@
-"""A Llama as one GGUF file for llama.cpp, with linear layers in MXFP4.
+"""A Llama, Mixtral or Qwen3-MoE as one GGUF file for llama.cpp, with linear layers in MXFP4.
 
 ggml's MXFP4 block has 17 bytes: the E8M0 scale, then byte j with element j in its low and element j + 16 in
-its high nibble. Other matrices are in bfloat16, norms in float32. llama.cpp rotates neighbouring channels,
-and Hugging Face's Llama the halves of a head, so the rows of query and key are interleaved. The package gguf
-keeps all tensors in memory until it writes them.
+its high nibble. Other matrices are in bfloat16, norms and routers in float32; the experts of a layer share a
+tensor [expert, out, in]. llama.cpp rotates neighbouring channels of Llamas, and Hugging Face the halves of a
+head, so the rows of query and key are interleaved. The package gguf keeps all tensors in memory until it
+writes them.
 
-Source: ggml, `block_mxfp4`; llama.cpp, the conversion of `LlamaForCausalLM`; package gguf 0.19.
+Source: ggml, `block_mxfp4`; llama.cpp, convert_hf_to_gguf.py; package gguf 0.19.
 """
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,10 +37,20 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    **dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp"),
+}
+_EXPERT_NAMES = {
+    **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
+    **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
+    **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
 }
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_KINDS = {"llama": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+"""llama.cpp's architectures by Hugging Face's."""
 _LLAMA3_SPLIT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 """How the pattern begins by which Llama 3's tokenizer splits text."""
 
@@ -61,32 +72,63 @@ def write_gguf(
     Raises:
       ValueError: the model or the tokenizer is none that this writes; see also `quantized_weights`.
     """
-    if model_type(config) != "llama" or config.qkv_bias or config.out_bias or config.yarn:
-        raise ValueError("--quantize gguf writes Llamas without biases and YaRN alone; use --quantize mxfp4")
-    vocabulary = _vocabulary(path.parent / "tokenizer.json", config.vocab_size)
-    types, packed = library.GGMLQuantizationType, {f"{name}.weight" for name in names_of(config, operands)}
-    writer = library.GGUFWriter(path, "llama")
+    kind = _kind(config)
+    vocabulary = _vocabulary(path.parent, config.vocab_size)
+    writer = library.GGUFWriter(path, kind)
     _write_facts(writer, config, raw)
     for name, value in vocabulary.items():
         getattr(writer, f"add_{name}")(value)
-    for name, view in progress(views(config, params), "exporting"):
-        if name in packed:
+    experts: dict[str, list[np.ndarray]] = {}
+    for module, value, dtype in _tensors(library.GGMLQuantizationType, config, params, operands):
+        name = _gguf_name(module)
+        if ".experts." not in module or config.experts is None:
+            writer.add_tensor(name, value, raw_dtype=dtype)
             continue
-        value, dtype = view.reshape(shape_of(name, view)), types.F32
-        if value.ndim > 1:
-            value, dtype = _interleaved(config, name, value).astype(ml_dtypes.bfloat16), types.BF16
-            value = np.ascontiguousarray(value).view(np.uint8)
-        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(value), raw_dtype=dtype)
-    for module, weight in quantized_weights(config, params, operands):
-        name = f"{module}.weight"
-        codes, scales = (_interleaved(config, name, part) for part in (weight.codes, weight.scales))
-        writer.add_tensor(_gguf_name(name), blocks_of(QuantizedWeight(codes, scales)), raw_dtype=types.MXFP4)
+        experts.setdefault(name, []).append(value)
+        if len(experts[name]) == config.experts.n:
+            writer.add_tensor(name, np.stack(experts.pop(name)), raw_dtype=dtype)
     if config.rope_scaling is not None:
-        writer.add_tensor("rope_freqs.weight", _rope_factors(config), raw_dtype=types.F32)
+        factors = _rope_factors(config)
+        writer.add_tensor("rope_freqs.weight", factors, raw_dtype=library.GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _kind(config: DecoderConfig) -> str:
+    """Returns llama.cpp's name of the architecture; raises ValueError for one that it would run otherwise."""
+    e, found = config.experts, _KINDS.get(model_type(config))
+    others = {
+        "biases": config.qkv_bias or config.out_bias,
+        "YaRN": config.yarn,
+        "windows": config.windows,
+        "routers whose weights are not renormalized": e is not None and not e.renormalized,
+        "Llama 3's rope scaling in Qwen3": found == "qwen3moe" and config.rope_scaling,
+    }
+    if found is None or any(others.values()):
+        parts = [name for name, holds in others.items() if holds] or [model_type(config)]
+        raise ValueError(f"--quantize gguf does not write {' and '.join(parts)}; use --quantize mxfp4")
+    return found
+
+
+def _tensors(
+    types: Any, config: DecoderConfig, params: decoder.Params, operands: Mapping[str, Operand]
+) -> Iterator[tuple[str, np.ndarray, Any]]:
+    """Yields each tensor's name by Hugging Face, without `.weight`, its bytes or float32 values, and type."""
+    packed = set(names_of(config, operands))
+    for name, view in progress(views(config, params), "exporting"):
+        module = name.removesuffix(".weight")
+        if module in packed:
+            continue
+        value, dtype = view.reshape(shape_of(name, view)), types.F32
+        if value.ndim > 1 and not module.endswith(".gate"):  # llama.cpp routes in float32
+            value, dtype = _interleaved(config, module, value).astype(ml_dtypes.bfloat16), types.BF16
+            value = np.ascontiguousarray(value).view(np.uint8)
+        yield module, np.ascontiguousarray(value), dtype
+    for module, weight in quantized_weights(config, params, operands):
+        codes, scales = (_interleaved(config, module, part) for part in (weight.codes, weight.scales))
+        yield module, blocks_of(QuantizedWeight(codes, scales)), types.MXFP4
 
 
 def blocks_of(weight: QuantizedWeight) -> np.ndarray:
@@ -97,9 +139,9 @@ def blocks_of(weight: QuantizedWeight) -> np.ndarray:
     return np.concatenate([weight.scales[..., None], nibbles], axis=-1).reshape(rows, -1)
 
 
-def _interleaved(config: DecoderConfig, name: str, value: np.ndarray) -> np.ndarray:
-    """Returns rows in llama.cpp's order: in a head of query or key, i + H / 2 follows channel i."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+def _interleaved(config: DecoderConfig, module: str, value: np.ndarray) -> np.ndarray:
+    """Returns rows in llama.cpp's order: in a Llama's head of query or key, i + H / 2 follows channel i."""
+    if _kind(config) != "llama" or not module.endswith(("q_proj", "k_proj")):
         return value
     return value.reshape(-1, 2, config.head_dim // 2, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
 
@@ -112,12 +154,13 @@ def _rope_factors(config: DecoderConfig) -> np.ndarray:
     return (first / scaled).astype(np.float32)
 
 
-def _gguf_name(name: str) -> str:
-    module = name.removesuffix(".weight")
+def _gguf_name(module: str) -> str:
     if module in _OTHER_NAMES:
         return f"{_OTHER_NAMES[module]}.weight"
     _, _, block, rest = module.split(".", 3)
-    return f"blk.{block}.{_NAMES[rest]}.weight"
+    _, is_expert, expert = rest.partition(".experts.")
+    name = _EXPERT_NAMES[expert.partition(".")[2]] if is_expert else _NAMES[rest]
+    return f"blk.{block}.{name}.weight"
 
 
 def _write_facts(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
@@ -133,18 +176,23 @@ def _write_facts(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> 
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if (e := config.experts) is not None:
+        writer.add_expert_count(e.n)
+        writer.add_expert_used_count(e.active)
+        writer.add_expert_feed_forward_length(config.d_ff)
     for which in ("bos", "eos"):
         token = raw.get(f"{which}_token_id")
         if (token := token[0] if isinstance(token, list) and token else token) is not None:
             getattr(writer, f"add_{which}_token_id")(token)
 
 
-def _vocabulary(path: pathlib.Path, vocab_size: int) -> dict[str, Any]:
-    """Returns the metadata of a byte-level BPE tokenizer, by the names of the writer's methods.
+def _vocabulary(folder: pathlib.Path, vocab_size: int) -> dict[str, Any]:
+    """Returns the metadata of a folder's byte-level BPE tokenizer, by the names of the writer's methods.
 
     Raises:
       ValueError: there is no tokenizer, or it is of another kind.
     """
+    path = folder / "tokenizer.json"
     if not path.exists():
         raise ValueError("--quantize gguf needs a tokenizer, and the run has none: it was trained on bytes")
     raw = json.loads(path.read_bytes())
@@ -159,10 +207,27 @@ def _vocabulary(path: pathlib.Path, vocab_size: int) -> dict[str, Any]:
     words, kinds = zip(*(tokens.get(i, (f"[PAD{i}]", 5)) for i in range(vocab_size)), strict=True)
     merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
     pre = "llama-bpe" if '"Split"' in splits else "gpt-2"
-    return {
+    template = _chat_template(folder)
+    return ({} if template is None else {"chat_template": template}) | {
         "tokenizer_model": "gpt2",
         "tokenizer_pre": pre,
+        "add_bos_token": _adds_bos(raw.get("post_processor")),
         "token_list": list(words),
         "token_types": list(kinds),
         "token_merges": merges,
     }
+
+
+def _adds_bos(post: Any) -> bool:
+    """Whether a tokenizer's post-processor puts a special token before a text."""
+    steps = (post or {}).get("processors", [post or {}])
+    return any("SpecialToken" in step["single"][0] for step in steps if step.get("single"))
+
+
+def _chat_template(folder: pathlib.Path) -> str | None:
+    """Returns the chat template of a folder, if it has one."""
+    if (file := folder / "chat_template.jinja").exists():
+        return file.read_text()
+    path = folder / "tokenizer_config.json"
+    found = json.loads(path.read_bytes()).get("chat_template") if path.exists() else None
+    return found if isinstance(found, str) else None

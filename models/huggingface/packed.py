@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 
 
 class _ExpertLayout(Layout):
-    """gpt-oss's layout, whose tensors hold all experts. Every reader unpacks it."""
+    """gpt-oss's layout, whose tensors hold all experts. Every reader unpacks it, so `layout_of` does not."""
 
     def specs(self, name: str, shape: tuple[int, ...], *, inputs: bool = False) -> dict[str, Spec]:
         return gpt_oss.packed_specs(name, shape)
@@ -103,7 +103,7 @@ LAYOUTS: Mapping[PackedFormat, Layout] = {
     "nvfp4": _compressed("nvfp4"),
     "quark": Layout(quark.METHOD, "mxfp4", quark.WEIGHT, quark.SCALE, quark.configuration),
 }
-"""The formats of `export --quantize` for dense models."""
+"""The formats of `export --quantize`, for models other than gpt-oss."""
 _GPT_OSS = _ExpertLayout(gpt_oss.METHOD, "mxfp4", gpt_oss.BLOCKS, gpt_oss.SCALES, gpt_oss.configuration)
 
 
@@ -111,15 +111,12 @@ def layout_for(config: DecoderConfig, name: PackedFormat | Literal["gguf"]) -> L
     """Returns the layout in which `export --quantize` packs a model; None for GGUF's, a file of its own.
 
     Raises:
-      ValueError: it has experts, and those of gpt-oss alone are packed, as "mxfp4".
+      ValueError: it is gpt-oss, whose own layout is that of MXFP4.
     """
-    if config.experts is None:
+    if model_type(config) != "gpt_oss":
         return None if name == "gguf" else LAYOUTS[name]
-    if model_type(config) != "gpt_oss" or name != "mxfp4":
-        raise ValueError(
-            f"--quantize {name} packs the linear layers of dense models, and mxfp4 gpt-oss's experts; "
-            "leave it out for other experts"
-        )
+    if name != "mxfp4":
+        raise ValueError(f"--quantize {name} does not take gpt-oss's experts; leave it out, or use mxfp4")
     return _GPT_OSS
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig
-from models.huggingface.architectures import shape_of, views
+from models.huggingface.architectures import model_type, shape_of, views
 from mxjax import Gemm, Operand
 from mxjax.numerics.blocks import spread
 from mxjax.numerics.formats import get_format
@@ -30,8 +30,13 @@ _MATRICES = {
     "mlp.down": ("mlp.down_proj",),
 }
 """Hugging Face's names of the matrices in each of our layers."""
-_EXPERTS = {"mlp.gate_up": ("mlp.experts.gate_up_proj",), "mlp.down": ("mlp.experts.down_proj",)}
+_GPT_OSS = {"mlp.gate_up": ("mlp.experts.gate_up_proj",), "mlp.down": ("mlp.experts.down_proj",)}
 """Those of gpt-oss, whose experts share a tensor and alone are packed."""
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+"""The module of experts that have matrices of their own, and the names of gate, up and down."""
 
 
 FP4 = Literal["mxfp4", "nvfp4"]
@@ -39,7 +44,7 @@ FP4 = Literal["mxfp4", "nvfp4"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix in MXFP4 or NVFP4, or in MXFP4 those of all experts, with an axis before.
+    """A matrix in MXFP4 or NVFP4, or those of all experts, with an axis before.
 
     Attributes:
       codes: uint8 [out, in], an E2M1 code from 0 to 15 in each byte.
@@ -93,17 +98,17 @@ def choose_operands(
       rule: MXFP4's scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
       number: the format.
     Raises:
-      ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or
-        those of one of the two layers of a block's experts alone, which no layout has.
+      ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or, in
+        this format, those of one of the two layers of gpt-oss's experts alone.
     """
-    packed = tuple(_matrices(config))
+    packed, own = tuple(_matrices(config)), model_type(config) == "gpt_oss"
     found = {
         name: policy.fprop
         for name, policy in (layers.items() if layers else ())
         if policy.fprop.rhs.format == number
-        and name.endswith(packed if config.tied or config.experts else (*packed, "head"))
+        and name.endswith(packed if config.tied or own else (*packed, "head"))
     }
-    if config.experts and (rest := [n for n in found if _other_layer(n) not in found]):
+    if own and (rest := [n for n in found if _other_layer(n) not in found]):
         raise ValueError(
             f"--quantize: the Fprop rounds {rest[0]} to MXFP4 and {_other_layer(rest[0])} not; "
             "gpt-oss's layout packs both or neither"
@@ -119,7 +124,7 @@ def choose_operands(
         return dict.fromkeys(found, Operand(scale_rule=rule)), line
     for name, gemm in found.items():
         _check_representable(name, gemm)
-    tied = config.tied and not config.experts and layers and layers["head"].fprop.rhs.format == number
+    tied = config.tied and layers and layers["head"].fprop.rhs.format == number
     rest = "; the head, tied to the embedding, is not quantized" if tied else ""
     rules = ", ".join(sorted({gemm.rhs.scale_rule for gemm in found.values()}))
     line = "weights as the run's Fprop" + (f", scale rule {rules}" if number == "mxfp4" else "")
@@ -146,7 +151,14 @@ def _check_representable(name: str, gemm: Gemm) -> None:
 
 def _matrices(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
     """Returns Hugging Face's names of the matrices that are packed, by our layers."""
-    return _MATRICES if config.experts is None else _EXPERTS
+    if config.experts is None:
+        return _MATRICES
+    if (kind := model_type(config)) == "gpt_oss":
+        return _GPT_OSS
+    module, names = _EXPERTS[kind]
+    of_experts = [[f"{module}.experts.{j}.{name}" for name in names] for j in range(config.experts.n)]
+    gate_up = tuple(name for gate, up, _ in of_experts for name in (gate, up))
+    return _MATRICES | {"mlp.gate_up": gate_up, "mlp.down": tuple(down for _, _, down in of_experts)}
 
 
 def _other_layer(name: str) -> str:
@@ -168,11 +180,12 @@ def names_of(config: DecoderConfig, layers: Iterable[str]) -> list[str]:
 def names_of_others(config: DecoderConfig, operands: Mapping[str, Operand]) -> list[str]:
     """Returns Hugging Face's names of the linear modules, or modules of experts, that are not quantized."""
     blocks = range(config.n_layers)
-    if config.experts is not None:
+    if model_type(config) == "gpt_oss":
         return [f"model.layers.{i}.mlp.experts" for i in blocks if f"blocks.{i}.mlp.down" not in operands]
-    matrices = [matrix for found in _MATRICES.values() for matrix in found]
-    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices]
+    matrices = [matrix for found in _matrices(config).values() for matrix in found]
+    matrices += [f"{_EXPERTS[model_type(config)][0]}.gate"] if config.experts else []
     packed = set(names_of(config, operands))
+    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices]
     return [name for name in (*every, "lm_head") if name not in packed]
 
 
@@ -187,27 +200,25 @@ def quantized_weights(
     one = dataclasses.replace(config, n_layers=1, windows=config.windows[:1])
     for i in range(config.n_layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], params["blocks"])
-        names = {layer: f"blocks.{i}.{layer}" for layer in _matrices(config)}
-        chosen = {layer: operands[name] for layer, name in names.items() if name in operands}
         parts = {}
-        for layer, operand in chosen.items():
-            module, matrix = layer.split(".")
-            parts[layer] = _quantize(names[layer], block[module][matrix][0], operand)
+        for layer in _matrices(config):
+            if operand := operands.get(f"blocks.{i}.{layer}"):
+                module, matrix = layer.split(".")
+                parts[layer] = _quantize(f"blocks.{i}.{layer}", block[module][matrix][0], operand)
         codes, scales = (
             views(one, dict(params) | {"blocks": _with_weights(block, parts, part)}) for part in (0, 1)
         )
-        for layer, operand in chosen.items():
+        for layer, (_, _, divisor) in parts.items():
             for matrix in _matrices(config)[layer]:
-                view = f"model.layers.0.{matrix}{'' if config.experts else '.weight'}"
-                weight = _weight(view, codes[view], scales[view], operand, parts[layer][2])
-                yield f"model.layers.{i}.{matrix}", weight
+                view = f"model.layers.0.{matrix}{'.weight' * (model_type(config) != 'gpt_oss')}"
+                yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view], divisor)
     if operand := operands.get("head"):
         codes, scales, divisor = _quantize("head", params["head"], operand)
-        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T, operand, divisor)
+        yield "lm_head", _weight("lm_head.weight", codes.T, scales.T, divisor)
 
 
-def _weight(name: str, codes: np.ndarray, scales: np.ndarray, operand: Operand, divisor) -> QuantizedWeight:
-    shape, block = shape_of(name, codes), get_format(operand.format).block
+def _weight(name: str, codes: np.ndarray, scales: np.ndarray, divisor: np.float32 | None) -> QuantizedWeight:
+    shape, block = shape_of(name, codes), get_format("mxfp4" if divisor is None else "nvfp4").block
     codes, scales = (part.reshape(shape) for part in (codes, scales))
     if not name.endswith(".weight"):  # gpt-oss's experts are [expert, in, out]
         codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
@@ -223,11 +234,13 @@ def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int)
     return found
 
 
-def _quantize(name: str, w: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray, Any]:
+def _quantize(name: str, w: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray, np.float32 | None]:
     """Returns the codes of w [..., in, out], the scale byte of each element, and NVFP4's divisor or None."""
-    block, size = get_format(operand.format).block, w.shape[-2]
-    if size % block:
-        raise ValueError(f"--quantize needs inputs in multiples of {block}; those of {name} are {size}")
+    block = get_format(operand.format).block
+    if w.shape[-2] % block:
+        raise ValueError(
+            f"--quantize needs inputs in multiples of {block}; those of {name} are {w.shape[-2]}"
+        )
     q = mxjax.quantize(jnp.asarray(w), operand, axis=-2)
     assert q.scales is not None
     if not np.isfinite(np.asarray(q.scales).astype(np.float32)).all():

@@ -1,5 +1,6 @@
 """Exports as other people's software runs them, against our own evaluation of the run."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -11,23 +12,31 @@ from support.llamas import layer_policies, rewrite_params
 import eval as evaluation_program
 from analysis.sample import SampleConfig
 from models import decoder
-from models.configs import DecoderConfig
+from models.configs import DecoderConfig, ExpertsConfig, RopeScaling
 from training.data.tokenizer import END_OF_DOCUMENT
 from training.huggingface import export_checkpoint, import_checkpoint
 
 CONFIG = DecoderConfig(300, 64, 2, 4, 2, 32, 96, rope_theta=10_000.0, init_std=0.2)
 POLICIES = layer_policies(CONFIG, "weight_only")
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 PROMPT, LENGTH = "line 7: the square", 12
 TASK = pathlib.Path(__file__).parents[1] / "support" / "lm_eval_task"
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Random weights, except that the head makes token i probable after each j with 1 + 7 j % 89 = i.
+    return decisive_params(CONFIG)
+
+
+def decisive_params(config):
+    """Returns random weights, but the head makes token i probable after each j with 1 + 7 j % 89 = i.
 
     So the most probable token is far ahead, and it is a printable one.
     """
-    found = jax.tree.map(np.array, decoder.init(CONFIG, jax.random.key(0)))
+    found = jax.tree.map(np.array, decoder.init(config, jax.random.key(0)))
     embedding, head = found["embedding"], found["head"]
     head[...] = 0
     np.add.at(head.T, 1 + 7 * np.arange(len(embedding)) % 89, embedding)
@@ -54,13 +63,16 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def run(params, tokenizer, tmp_path_factory):
-    """An imported model with random weights."""
-    folder = tmp_path_factory.mktemp("runs")
+    return import_model(tmp_path_factory.mktemp("runs"), CONFIG, params, tokenizer)
+
+
+def import_model(folder, config, params, tokenizer):
+    """Returns the run of an imported model."""
     (folder / "seed").mkdir()
-    rewrite_params(folder / "seed", CONFIG, params)
+    rewrite_params(folder / "seed", config, params)
     tokenizer.save(str(folder / "seed" / "tokenizer.json"))
-    config = folder / "seed" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token_id": 0, "eos_token_id": 0}))
+    file = folder / "seed" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token_id": 0, "eos_token_id": 0}))
     ends = dict.fromkeys(("bos_token", "eos_token"), END_OF_DOCUMENT)
     ends["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "seed" / "tokenizer_config.json").write_text(json.dumps(ends))
@@ -75,8 +87,9 @@ def continued(run):
     return evaluation_program.sample(SampleConfig(run, **flags))["text"]
 
 
-def logits_of(params, ids):
-    return np.asarray(decoder.apply(CONFIG, params, np.asarray(ids)[None], policies=POLICIES))[0]
+def logits_of(params, ids, config=CONFIG):
+    policies = layer_policies(config, "weight_only")
+    return np.asarray(decoder.apply(config, params, np.asarray(ids)[None], policies=policies))[0]
 
 
 @pytest.mark.parametrize("name", ["mxfp4"])
@@ -107,6 +120,48 @@ def test_llama_cpp_continues_it_within_its_8_bits(run, params, continued, tmp_pa
     ours = logits_of(params, ids)
     np.testing.assert_allclose(model.scores[:n], ours, atol=0.08 * np.abs(ours).max())
     model.close()
+
+
+def test_llama_cpp_runs_an_imported_llama_3(params, tokenizer, tmp_path):
+    """Its frequencies are scaled; its tokenizer splits text by Llama 3's pattern and begins with a token."""
+    llama_cpp, library = pytest.importorskip("llama_cpp"), pytest.importorskip("tokenizers")
+    config = dataclasses.replace(CONFIG, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16))
+    tokenizer = library.Tokenizer.from_str(tokenizer.to_str())
+    split = library.pre_tokenizers.Split(library.Regex(LLAMA3), "isolated")
+    whole = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([split, whole])
+    begin = {"single": f"{END_OF_DOCUMENT} $A", "special_tokens": [(END_OF_DOCUMENT, 0)]}
+    tokenizer.post_processor = library.processors.TemplateProcessing(**begin)
+    run, template = import_model(tmp_path, config, params, tokenizer), tmp_path / "template"
+    template.write_text("{{ messages[0].content }}")
+    export_checkpoint(run, tmp_path / "out", quantize="gguf", chat_template=template)
+    model = llama_cpp.Llama(str(tmp_path / "out" / "model.gguf"), n_ctx=64, logits_all=True, verbose=False)
+    assert model.metadata["tokenizer.chat_template"] == template.read_text()
+    text = "line 12345: it's  the\n\nsquare, 100 Ünits"
+    ids = model.tokenize(text.encode())
+    assert ids == tokenizer.encode(text).ids
+    model.eval(ids)
+    ours, plain = logits_of(params, ids, config), logits_of(params, ids)
+    error = np.abs(model.scores[: len(ids)] - ours)
+    model.close()
+    assert error.max() < 0.08 * np.abs(ours).max()
+    assert error.mean() < 0.2 * np.abs(plain - ours).mean()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["mixtral", "qwen3_moe"])
+def test_llama_cpp_runs_experts(tokenizer, tmp_path, qk_norm):
+    """A router next to a tie may choose another expert, so that a few tokens may differ more."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    config = dataclasses.replace(CONFIG, experts=ExpertsConfig(4, 2, renormalized=True), qk_norm=qk_norm)
+    params = decisive_params(config)
+    export_checkpoint(import_model(tmp_path, config, params, tokenizer), tmp_path / "out", quantize="gguf")
+    model = llama_cpp.Llama(str(tmp_path / "out" / "model.gguf"), n_ctx=64, logits_all=True, verbose=False)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, 60).tolist()
+    model.eval(ids)
+    ours = logits_of(params, ids, config)
+    error = np.abs(model.scores[: len(ids)] - ours).max(axis=1)
+    model.close()
+    assert np.median(error) < 0.08 * np.abs(ours).max(), (np.sort(error), np.abs(ours).max())
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.llamas import layer_policies, rewrite_params, tensors
+from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
 
 import mxjax
 from models import decoder
-from models.configs import DecoderConfig
+from models.configs import DecoderConfig, ExpertsConfig
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from models.huggingface.quantized import choose_operands, quantized_weights
@@ -123,6 +123,41 @@ def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["mixtral", "qwen3_moe"])
+def test_each_expert_is_packed(qk_norm, name, tmp_path):
+    """Each has the values that `ragged_dot` multiplies, and transformers finds all it looks for.
+
+    transformers 5.24 drops the divisors of NVFP4's experts.
+    """
+    experts = ExpertsConfig(3, 2, renormalized=True)
+    config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm)
+    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
+    (tmp_path / "seed").mkdir()
+    rewrite_params(tmp_path / "seed", config, params)
+    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", quantize=name)
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    w = jnp.asarray(params["blocks"]["mlp"]["down"][1])
+    rows = jnp.tile(jnp.eye(w.shape[1]), (len(w), 1))
+    policy = weight_only(format=name)
+    multiplied = mxjax.ragged_dot(rows, w, np.full(len(w), w.shape[1]), policy=policy)
+    found = params_of(tmp_path / "again")[1]["blocks"]["mlp"]["down"][1]
+    rounded = 0 if name == "mxfp4" else 2**-22
+    np.testing.assert_allclose(found, np.reshape(multiplied, w.shape), rtol=rounded)
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, report = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    if name == "nvfp4":
+        return
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 20))
+    theirs = model(model.dummy_inputs["input_ids"].new_tensor(tokens)).logits.detach().float().numpy()
+    ours = logits_of(*params_of(tmp_path / "again"), tokens)
+    assert np.abs(theirs - ours).mean() < 0.02 * np.abs(ours).max()
+
+
 def test_unrepresentable_fprops_are_refused():
     for change, message in [
         (mxjax.Gemm(rotation=mxjax.Rotation(16)), "rotates weights by H16"),
@@ -140,7 +175,7 @@ def test_unrepresentable_fprops_are_refused():
     [
         ({"activations": True}, "add --quantize mxfp4"),
         ({"quantize": "mxfp4", "dtype": "float32"}, "loaders compute quantized models in bfloat16"),
-        ({"quantize": "gguf", "activations": True}, "are not for --quantize gguf"),
+        ({"quantize": "gguf", "activations": True}, "is not for --quantize gguf"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
         ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
         ({"quantize": "nvfp4", "scale_rule": "even"}, "leave it out with nvfp4"),

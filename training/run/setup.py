@@ -342,9 +342,9 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
-        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "mask of documents": plan.documents,
         **facts(),
         "device": devices,
