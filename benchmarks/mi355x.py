@@ -10,11 +10,14 @@ these kernels on an MI355X.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import mxjax
 from models.configs import get_config
@@ -36,8 +39,18 @@ PEAK = {kind: flops * UNITS * CLOCK for kind, flops in MATRIX_FLOPS.items()}
 HBM = 8e12
 VECTOR_RATE = UNITS * SIMDS * WAVE / ISSUE_CYCLES * CLOCK  # lane instructions a second
 # FLOP/s and bytes a second that others measured; docs/mi355x.md says who.
-MEASURED = {"bf16": 1628.0e12, "fp8": 3564.1e12, "mxfp4": 5775e12}
-HIPBLASLT_MXFP4, ATTENTION, MEMORY = 3975.7e12, 2105e12 / 2, 4.5e12
+MEASURED = {"bf16": 1628.0e12, "fp8": 3564.1e12, "mxfp4": 3975.7e12}
+ATTENTION, MEMORY = 2105e12 / 2, 4.5e12
+AITER = {
+    (8192, 4096, 14336): 5068e12,
+    (8192, 28672, 4096): 4436e12,
+    (8192, 4096, 4096): 3918e12,
+    (8192, 6144, 4096): 3869e12,
+}
+"""FLOP/s of AITER's MXFP4 GEMMs with a bfloat16 result, by m, n and k."""
+MLPERF = {"full_hadamard": 37490, "fp8": 31390}
+"""Tokens/s of each of eight MI355X: MLPerf Training 6.0 in MXFP4 with H16, and 5.1 in FP8."""
+MLPERF_SEQUENCES = 4  # of each GPU in a step: an optimizer's step for four of ours
 
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
 """Bytes an element of a GEMM's operand, scales included, by format."""
@@ -48,6 +61,7 @@ class Rates(NamedTuple):
 
     Attributes:
       gemm: FLOP/s by format.
+      aiter: whether MXFP4's GEMMs take AITER's time for their shape.
       attention: FLOP/s of causal attention, without the masked half.
       memory: bytes a second.
       fp8_reads: reads of a tensor that is quantized to FP8: 2 with current scaling, 1 with delayed scaling.
@@ -55,18 +69,18 @@ class Rates(NamedTuple):
 
     name: str
     gemm: dict[str, float]
+    aiter: bool = False
     attention: float = ATTENTION
     memory: float = MEMORY
     fp8_reads: int = 2
 
 
-_HIPBLASLT = MEASURED | {"mxfp4": HIPBLASLT_MXFP4}
 CASES = (
-    Rates("peak", PEAK, PEAK["bf16"], HBM),
-    Rates("best measured", MEASURED),
-    Rates("hipBLASLt", _HIPBLASLT),
-    Rates("best, FP8 delayed scaling", MEASURED, fp8_reads=1),
-    Rates("hipBLASLt, FP8 delayed scaling", _HIPBLASLT, fp8_reads=1),
+    Rates("peak", PEAK, attention=PEAK["bf16"], memory=HBM),
+    Rates("best measured", MEASURED, aiter=True),
+    Rates("hipBLASLt", MEASURED),
+    Rates("best, FP8 delayed scaling", MEASURED, aiter=True, fp8_reads=1),
+    Rates("hipBLASLt, FP8 delayed scaling", MEASURED, fp8_reads=1),
 )
 
 # A product of causal attention takes S^2 d FLOPs a sequence; two products forward, five backward.
@@ -90,7 +104,23 @@ def gemm_bytes(shape: shapes.GemmShape, kind: str) -> float:
 
 def gemm_seconds(shape: shapes.GemmShape, kind: str, rates: Rates) -> float:
     """Returns the larger of the matrix cores' time and the time to move operands and result once."""
+    if kind == "mxfp4" and rates.aiter:
+        return float(_aiter_terms(shape) @ _aiter_fit())
     return max(2 * shape.m * shape.n * shape.k / rates.gemm[kind], gemm_bytes(shape, kind) / rates.memory)
+
+
+def _aiter_terms(shape: shapes.GemmShape) -> np.ndarray:
+    """Returns what the time of AITER's GEMM is linear in: FLOPs, bytes of the result, and one launch."""
+    result = 4 if shape.name.endswith("wgrad") else 2
+    return np.array([2.0 * shape.m * shape.n * shape.k, shape.m * shape.n * result, 1.0])
+
+
+@functools.cache
+def _aiter_fit() -> np.ndarray:
+    """Returns seconds a FLOP, a byte and a launch, with the least squares of AITER's relative errors."""
+    terms = np.array([_aiter_terms(shapes.GemmShape("measured", *sizes)) for sizes in AITER])
+    seconds = terms[:, 0] / list(AITER.values())
+    return np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
 
 
 def pass_bytes(tensor: shapes.TensorShape, kind: str, fp8_reads: int = 2) -> float:
@@ -206,6 +236,17 @@ def gains_table(builds: Builds) -> str:
     return table("rates | gain", rows)
 
 
+def mlperf_table(builds: Builds) -> str:
+    """Returns the tokens/s that the model gives MLPerf's runs, beside those measured."""
+    rows = []
+    for policy, measured in MLPERF.items():
+        parts = step_seconds(policy, TOKENS, builds, CASES[1])
+        parts["optimizer"] /= MLPERF_SEQUENCES
+        rate = TOKENS / sum(parts.values())
+        rows.append([policy, f"{rate:,.0f}", f"{measured:,}", f"{rate / measured - 1:+.0%}"])
+    return table("policy | computed, tokens/s | measured | computed over measured", rows)
+
+
 def attention_table(attention: Builds, builds: Builds) -> str:
     """Returns a step's attention under wgrad_hadamard at the best measured rates, by kernel."""
     parts = step_seconds("wgrad_hadamard", TOKENS, builds, CASES[1])
@@ -239,6 +280,7 @@ def tables() -> dict[str, str]:
     """Returns the tables by name, which is also that of their markers in the page."""
     builds, attention = load("builds"), load("attention")
     named = {"steps": steps_table(builds), "gains": gains_table(builds)}
+    named["mlperf"] = mlperf_table(builds)
     named["attention"] = attention_table(attention, builds)
     return named | {"kernels": kernels_table([*builds.values(), *attention.values()])}
 

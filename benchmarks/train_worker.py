@@ -198,7 +198,8 @@ def measure_steps(job: Job, mesh: jax.sharding.Mesh) -> dict[str, Any]:
 def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainState, dict[str, float]]:
     """Returns a job's compiled step, which donates its state, the first state, and seconds of compilation."""
     model = get_config(job.model)
-    config = OptimizerConfig(*rate_of(job))
+    rate, warmup = rate_of(job)
+    config = OptimizerConfig(lr=rate, warmup_steps=warmup)
     optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
     policies = decoder.layer_policies(model, get_policy(job.subject))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}

@@ -2,7 +2,8 @@
 
 Assignments, pairs of a token and one of its experts, are sorted by expert, so that the products are
 `mxjax.ragged_dot`'s under the policies of "mlp.gate_up" and "mlp.down". The router, "mlp.router", is a layer
-of its own, in float32 unless a rule names it. On a mesh, sums and sorting are over all devices' tokens.
+of its own, in float32 unless a rule names it. On a mesh, sums and sorting are over all devices' tokens, and
+with the axis `expert` tokens travel to their experts' devices (`models.expert_parallel`).
 
 Shapes in names as in `models.decoder`; T tokens, E experts, K active ones, A = T K assignments.
 """
@@ -14,16 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 import mxjax
 from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig
 from models.embedding import lookup
+from models.expert_order import Order, sort_by_expert
+from models.expert_parallel import Exchange, exchange_on_mesh
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
+from mxjax.products.ragged import check_on_mesh
 from mxjax.runtime.remat import keep_products
 
 
@@ -73,11 +77,10 @@ class Experts(nnx.Module):
             logits_TE += self.router_bias[...][None]
         balance = None if self.balance_bias is None else self.balance_bias[...]
         experts_TK, gates_TK, gemms.routing = route(self.config, logits_TE, balance)
-        order = sort_by_expert(experts_TK, self.config.n)
-        active = self.config.active
-        rows_AD = permute(jnp.repeat(x_TD, active, axis=0), order.forward, order.inverse)
-        rows_AD = self._mlp(rows_AD, down, order, gemms)
-        y_TKD = permute(rows_AD, order.inverse, order.forward).reshape(-1, active, x.shape[-1])
+        policies = gemms.policies["mlp.gate_up"], gemms.policies["mlp.down"]
+        order = exchange_on_mesh(experts_TK, self.config.n, policies)
+        order = sort_by_expert(experts_TK, self.config.n) if order is None else order
+        y_TKD = order.collect(self._mlp(order.spread(x_TD), down, order, gemms), self.config.active)
         y_TD = jnp.sum(gates_TK[..., None] * y_TKD.astype(jnp.float32), axis=1)
         y = y_TD.astype(x.dtype).reshape(x.shape)
         if self.shared_gate_up is None or self.shared_down is None:
@@ -85,21 +88,24 @@ class Experts(nnx.Module):
         names = "mlp.shared_gate_up", "mlp.shared_down"
         return y + gemms.gated_mlp(x, norm, self.shared_gate_up[...], self.shared_down[...], names)
 
-    def _mlp(self, x_AD, down, order: "Order", gemms: BlockGemms) -> Float[Array, "A D"]:
+    def _mlp(self, x_AD, down, order: Order | Exchange, gemms: BlockGemms) -> Float[Array, "A D"]:
         """Returns the MLP of each row's expert."""
 
         def gated(x_AD, gate_up):
-            y = gemms.ragged_dot("mlp.gate_up", x_AD, gate_up, order.sizes)
-            y = _biased(y, self.gate_up_bias, order.experts)
+            y = gemms.ragged_dot("mlp.gate_up", x_AD, gate_up, order)
+            y = _biased(y, self.gate_up_bias, order)
             return swiglu(y) if self.config.clamped is None else clamped_swiglu(y, self.config.clamped)
 
         gated_AF = keep_products(gated)(x_AD, self.gate_up[...])
-        y_AD = gemms.ragged_dot("mlp.down", gated_AF, down, order.sizes)
-        return _biased(y_AD, self.down_bias, order.experts)
+        y_AD = gemms.ragged_dot("mlp.down", gated_AF, down, order)
+        return _biased(y_AD, self.down_bias, order)
 
 
-def _biased(y: Float[Array, "A N"], bias: nnx.Param | None, experts: Int[Array, " A"]) -> Float[Array, "A N"]:
-    return y if bias is None else y + lookup(bias[...], experts[None])[0].astype(y.dtype)
+def _biased(y: Float[Array, "A N"], bias: nnx.Param | None, order: Order | Exchange) -> Float[Array, "A N"]:
+    if bias is None:
+        return y
+    biases = lookup(bias[...], order.experts[None])[0].astype(y.dtype)
+    return y + (biases if order.used is None else jnp.where(order.used[:, None], biases, 0))
 
 
 def route(
@@ -138,13 +144,20 @@ def auxiliary_loss(config: ExpertsConfig, routing: Routing) -> Float32[Array, ""
 
 
 def check_policies(
-    config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None
+    config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None, owners: int = 1
 ) -> None:
-    """Raises ValueError if `mxjax.ragged_dot` cannot multiply by the policy of an expert's layer."""
+    """Raises ValueError if `mxjax.ragged_dot` cannot multiply by the policy of an expert's layer.
+
+    Among several owners, by the mesh axis `expert`, every one has some experts.
+    """
+    if owners > 1 and config.experts is None:
+        raise ValueError(f"--mesh expert={owners} shards experts and the model has none; use another axis")
     x, w, size = (jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, "f4"), (3, "f4"), (1, "i4")))
 
     def product(policy, x, w, size):
         key = jax.random.key(0)
+        if owners > 1:
+            check_on_mesh(policy, implementation)
         return mxjax.ragged_dot(x, w, size, policy=policy, key=key, implementation=implementation)
 
     layers = policies.items() if config.experts else []
@@ -181,44 +194,6 @@ def routing_by_layer(routing: Routing) -> dict[str, dict[str, Any]]:
         | {"load": {str(expert): value for expert, value in enumerate(load_LE[i])}}
         for i, values in enumerate(zip(*means, strict=True))
     }
-
-
-class Order(NamedTuple):
-    """The assignments in order of their experts.
-
-    Attributes:
-      forward, inverse: the permutation from tokens' order to experts', and back.
-      experts: the expert of each row in the new order.
-      sizes: the number of rows of each expert.
-    """
-
-    forward: Int32[Array, " A"]
-    inverse: Int32[Array, " A"]
-    experts: Int32[Array, " A"]
-    sizes: Int32[Array, " E"]
-
-
-def sort_by_expert(experts_TK: Int32[Array, "T K"], n: int) -> Order:
-    """Returns the order in which each expert's tokens are neighbours, and in their own order."""
-    experts_A = experts_TK.reshape(-1)
-    forward_A = jnp.argsort(experts_A, stable=True).astype(jnp.int32)
-    places_A = jnp.arange(len(experts_A), dtype=jnp.int32)
-    inverse_A = jnp.zeros_like(forward_A).at[forward_A].set(places_A, unique_indices=True)
-    sizes_E = jnp.zeros(n, jnp.int32).at[experts_A].add(1)
-    return Order(forward_A, inverse_A, experts_A[forward_A], sizes_E)
-
-
-@jax.custom_vjp
-def permute(
-    x: Float[Array, "A D"], forward: Int32[Array, " A"], inverse: Int32[Array, " A"]
-) -> Float[Array, "A D"]:
-    """Returns x[forward]. Its gradient is a lookup too; XLA's would be a sum by atomic operations."""
-    return x[forward]
-
-
-permute.defvjp(
-    lambda x, forward, inverse: (x[forward], inverse), lambda inverse, dy: (dy[inverse], None, None)
-)
 
 
 def clamped_swiglu(gate_up: Float[Array, "*B two_F"], config: ClampedSwiGLU) -> Float[Array, "*B F"]:

@@ -17,6 +17,8 @@ from models.attention import attend_visible, causal_attention
 from models.configs import DecoderConfig
 from models.context import cut, join
 from models.documents import visible_keys
+from models.expert_order import Order
+from models.expert_parallel import Exchange
 from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
@@ -116,12 +118,11 @@ class BlockGemms:
         slot = None if self.slots is None else self.slots.get(name)
         return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
 
-    def ragged_dot(self, name: str, x, w, sizes) -> Array:
+    def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
         """Returns the products of each expert's rows in x's dtype, for the layer `name`."""
-        y = mxjax.ragged_dot(
+        y = order.product(
             x,
             w,
-            sizes,
             policy=self.policies[name],
             key=self._key(name),
             implementation=self.implementation,

@@ -1,9 +1,10 @@
 """Sharding of arrays on a mesh: rules from logical axes to mesh axes, constraints, weight layouts.
 
-`data` and `fsdp` shard a batch, `context` its sequences (`models.context`); `fsdp`, `context` and `tensor`
-shard parameters, gradients and optimizer state. Models name the logical axes of their results; XLA's
-partitioner decides the rest. On one device, or without `jax.set_mesh`, nothing here changes a program. Below,
-fsdp means fsdp and context together.
+`data`, `expert` and `fsdp` shard a batch, `context` its sequences (`models.context`); `fsdp`, `context` and
+`tensor` shard parameters, gradients and optimizer state, and `expert` those of experts
+(`models.expert_parallel`). Models name the logical axes of their results; XLA's partitioner decides the rest.
+On one device, or without `jax.set_mesh`, nothing here changes a program. Below, fsdp means fsdp and context
+together.
 
 The partitioned program of a step (read on 8 virtual devices; `tests/training/test_mesh.py` checks it):
   - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for Fprop and
@@ -40,16 +41,16 @@ from jax.sharding import PartitionSpec
 
 from mxjax.runtime.mesh import Layout
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "expert", "fsdp", "context", "tensor")
 """The axes of every mesh, slowest first: the devices of a `tensor` group are neighbours."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
     {
-        "batch": ("data", "fsdp"),
-        "rows": ("data", "fsdp", "context"),
-        "data": "data",
+        "batch": ("data", "expert", "fsdp"),
+        "rows": ("data", "expert", "fsdp", "context"),
+        "data": ("data", "expert"),
         "embed": ("fsdp", "context"),
-        "experts": None,
+        "experts": "expert",
         "heads": "tensor",
         "mlp": "tensor",
         "vocab": "tensor",

@@ -22,7 +22,7 @@ from mxjax.runtime.remat import Remat
 from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
 from training.optimizer.config import RANGES as OPTIMIZER_RANGES
-from training.optimizer.config import OptimizerConfig, check_schedule
+from training.optimizer.config import OptimizerConfig, check_schedule, mlperf_describes
 from training.policy_source import label, load_policy
 from training.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 
@@ -248,8 +248,9 @@ class Config:
     --decay N the learning rate falls over the next N steps, the last ones; --steps makes them more. It must
     have been the same so far, as with --schedule constant and before a decay."""
     mesh: str | None = None
-    """Sizes of the mesh axes, as AXIS=SIZE,...: data and fsdp shard the batch, context its sequences,
-    and fsdp, context and tensor the parameters. A missing axis is 1. Default: fsdp over all devices."""
+    """Sizes of the mesh axes, as AXIS=SIZE,...: data, expert and fsdp shard the batch, context its
+    sequences; fsdp, context and tensor the parameters, and expert those of experts. A missing axis is 1.
+    Default: fsdp over all devices."""
     devices: int | None = None
     """Virtual devices to make of a CPU, to try a mesh without GPUs. Default: the devices that there are."""
     distributed: bool = False
@@ -319,7 +320,7 @@ class Config:
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         check_schedule(self.optimizer, self.steps)
-        if self.mlperf.mllog and (self.optimizer.optimizer, self.optimizer.schedule) != ("adamw", "cosine"):
+        if self.mlperf.mllog and not mlperf_describes(self.optimizer):
             raise ValueError("--mllog is of a run by AdamW and a cosine; leave it or the other flags out")
         traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):

@@ -44,9 +44,11 @@ from models.configs import DecoderConfig
 from models.context import sequence_parts
 from models.decoder import abstract_params
 from models.documents import Documents
+from models.expert_parallel import shape_of
 from models.loss import LOSS_TOKENS
 from models.ring import ring_bytes
 from models.sharding import AXES, parts_of
+from mxjax.numerics.formats import BLOCK
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
@@ -130,7 +132,7 @@ def step_memory(
     parts = sequence_parts(mesh, batch_size // accumulate, seq_len)
     rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
     tokens = rows * length
-    config = device_share(config, mesh["tensor"])
+    config = device_share(config, mesh, tokens)
     shapes = abstract_params(config)
 
     def kept(mode: Remat) -> int:
@@ -158,10 +160,19 @@ def step_memory(
     )
 
 
-def device_share(config: DecoderConfig, tensor: int) -> DecoderConfig:
-    """Returns the model that one device computes if `tensor` devices share each layer."""
+def device_share(config: DecoderConfig, mesh: Mapping[str, int], tokens: int) -> DecoderConfig:
+    """Returns the model that one device of a mesh computes for so many tokens.
+
+    Its share of the experts has as many rows as arrays have room for; see `models.expert_parallel`.
+    """
+    tensor, experts = mesh["tensor"], config.experts
+    if experts is not None and mesh["expert"] > 1:
+        rows = shape_of(mesh, tokens * parts_of(mesh, "rows"), experts.active, experts.n, BLOCK).capacity
+        own = experts.n // mesh["expert"]
+        experts = dataclasses.replace(experts, n=max(own, -(-rows // tokens)), active=-(-rows // tokens))
     return dataclasses.replace(
         config,
+        experts=experts,
         n_heads=config.n_heads // tensor,
         n_kv_heads=config.n_kv_heads // tensor,
         d_ff=config.d_ff // tensor,

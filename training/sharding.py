@@ -301,7 +301,8 @@ def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:
         own_name = name.removeprefix("blocks.*.")
         axes = _own_axes(own_name, x.ndim - (own_name != name))
         sizes = zip(x.shape[x.ndim - len(axes) :], axes, strict=True)
-        last = (math.lcm(unit, n // config.n_kv_heads) if axis == "heads" else unit for n, axis in sizes)
+        of_axis = {"heads": lambda n: math.lcm(unit, n // config.n_kv_heads), "experts": lambda n: 1}
+        last = (of_axis.get(axis, lambda n: unit)(n) for n, axis in sizes)
         return (*(1 for _ in x.shape[len(axes) :]), *last)
 
     return _map_named(units, abstract_params(config))

@@ -26,8 +26,6 @@ _LSE = "natural logarithm of each query's sum of exp(scores)"
 
 def builds(target: Target) -> list[Build]:
     """Returns the builds of the three kernels."""
-    if target.arch == "sm_100":  # nobody runs them there: cuDNN does
-        return []
     wanted = []
     for which in _KERNELS:
         wanted.append(_build(which, LLAMA, getattr(candidates(target, 128), which)[0], target))
@@ -41,8 +39,6 @@ def builds(target: Target) -> list[Build]:
 
 def candidate_builds(target: Target) -> list[Build]:
     """Returns a build of each candidate for a sequence with masked tails and two heads of keys."""
-    if target.arch == "sm_100":
-        return []
     found = []
     for h in HEAD_SIZES:
         for which, every in candidates(target, h)._asdict().items():

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mxjax.kernels.cases import expected, expected_operands
+from mxjax.kernels.cases import expected, expected_block16, expected_operands
 from mxjax.kernels.cases.expected import Arrays
 
 
@@ -32,7 +32,8 @@ def expected_outputs(record: Mapping[str, Any], inputs: Arrays) -> Arrays:
 
 def _function(record: Mapping[str, Any], part: str) -> Any:
     name = f"{record['expected']['kind']}_{part}"
-    return getattr(expected_operands if hasattr(expected_operands, name) else expected, name)
+    [module] = [m for m in (expected, expected_operands, expected_block16) if hasattr(m, name)]
+    return getattr(module, name)
 
 
 def argument_segment(record: Mapping[str, Any], addresses: Mapping[str, int]) -> bytes:

@@ -28,8 +28,8 @@ from mxjax.runtime.devices import Target
 from mxjax.runtime.tables import table
 
 DESCRIPTION = "Compiles every kernel for the shapes of Llama 3.1 8B, on a machine with or without a GPU."
-TARGETS = ("gfx950", "sm_90", "sm_100")
-MODULES = ("matmul", "quantize", "attention")
+TARGETS = ("gfx950", "sm_90", "sm_100", "sm_120")
+MODULES = ("matmul", "quantize", "block16", "attention")
 
 
 def list_builds(module: str, target: str, candidates: bool = False) -> list[Build]:
@@ -72,7 +72,7 @@ def build_one(module: str, target: str, name: str, out: Path) -> dict[str, Any]:
     for kind, file in record["files"].items():
         content = compiled.asm[kind]
         (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=2, default=vars) + "\n")
     return record
 
 

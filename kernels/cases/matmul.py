@@ -29,9 +29,8 @@ _SHUFFLED = (
 def builds(target: Target) -> list[Build]:
     """Returns the builds of Llama 3.1 8B's GEMMs and of small ones, with every tile size of the target.
 
-    Wgrad's result is float32, as its weights are; the others are bfloat16. Targets that multiply FP8 and not
-    FP4 also build what carries operands in FP8, the correction of each product, and what finds its rows
-    that need none.
+    Wgrad's result is float32, as its weights are; the others are bfloat16. CUDA's targets also build what
+    carries operands in FP8, the correction of each product, and what finds its rows that need none.
     """
     sizes = [
         (shape, "float32" if shape.name.endswith("wgrad") else "bfloat16")
@@ -40,7 +39,7 @@ def builds(target: Target) -> list[Build]:
     ]
     sizes += [(shape, dtype) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")]
     wanted = [build_gemm(*size, target) for size in sizes]
-    if target.arch == "sm_90":
+    if target.backend == "cuda":
         wanted += [_correction(*size, target) for size in sizes]
         wanted += _carries(target)
         wanted += [_sift(*size) for size in sizes if carry.rows_and_parts(size[0].k // 32)[1] == 1]

@@ -19,8 +19,17 @@ from jaxtyping import Array, Float, UInt8
 from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, order_on_dies, triton_call
+from mxjax.kernels.matmul import aiter
 from mxjax.kernels.matmul.accumulate import accumulate_tile
-from mxjax.kernels.matmul.tiles import Tiles, choose_tiles, options_of, table_of
+from mxjax.kernels.matmul.tiles import (
+    AITER,
+    TileName,
+    Tiles,
+    choose_tiles,
+    is_aiter_faster,
+    options_of,
+    table_of,
+)
 from mxjax.kernels.mesh import partitioned
 from mxjax.numerics.formats import BLOCK
 from mxjax.runtime.devices import Target, current_target
@@ -32,6 +41,7 @@ def matmul(
     rhs: UInt8[Array, "*batch n _"],
     rhs_scales: UInt8[Array, "*batch n _"],
     dtype: DTypeLike = jnp.bfloat16,
+    tiles: TileName | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Returns lhs @ rhs.T of packed MXFP4 operands, accumulated in float32 and rounded to dtype.
 
@@ -42,16 +52,18 @@ def matmul(
       lhs, rhs: two E2M1 elements a byte along k, the even one in the low nibble; k is a multiple of 32.
       lhs_scales, rhs_scales: one E8M0 byte for 32 elements.
       dtype: bfloat16 or float32.
+      tiles: `AITER` for AMD's GEMM, which rounds to bfloat16, or None for the fastest.
 
     Raises:
       ValueError: shapes that do not match, or another dtype.
+      NotImplementedError: sizes that AMD's GEMM does not take.
     """
     check_operands(lhs, lhs_scales, rhs, rhs_scales)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"matmul needs dtype bfloat16 or float32, got {dtype}; cast the result")
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), dtype)
-    [y] = multiply_flat(_matmul(jnp.dtype(dtype), current_target()), lhs, lhs_scales, rhs, rhs_scales)
+    [y] = multiply_flat(_matmul(jnp.dtype(dtype), current_target(), tiles), lhs, lhs_scales, rhs, rhs_scales)
     return y
 
 
@@ -83,13 +95,13 @@ def multiply_flat(run: Callable[..., list[jax.Array]], *operands: jax.Array) -> 
 
 
 @functools.cache
-def _matmul(dtype, target: Target | None):
+def _matmul(dtype, target: Target | None, tiles: TileName | None):
     """Returns the product as a function. JAX caches its trace, hence a separate function for each target."""
 
     def part(*operands, summed_over):
         if not summed_over:
-            return [launch(*operands, dtype, target)]
-        y = launch(*operands, jnp.dtype(jnp.float32), target)
+            return [launch(*operands, dtype, target, tiles)]
+        y = launch(*operands, jnp.dtype(jnp.float32), target, tiles)
         return [lax.psum(y, summed_over).astype(dtype)]
 
     return batched(part, "b m n")
@@ -135,18 +147,23 @@ def launch(
     rhs_scales: UInt8[Array, "batch n _"],
     dtype: DTypeLike,
     target: Target | None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | TileName | None = None,
 ) -> Float[Array, "batch m n"]:
-    """Returns lhs @ rhs.T by one launch of the kernel, with the given tiles or the fastest."""
+    """Returns lhs @ rhs.T by one launch of the kernel, with the given tiles, or by the fastest."""
     batch, m, k = lhs.shape[0], lhs.shape[1], lhs.shape[2] * 2
     n = rhs.shape[1]
-    tiles = tiles or choose_tiles(m, n, k, batch, target)
+    lhs_scales, rhs_scales = shuffle_scales(lhs_scales, target), shuffle_scales(rhs_scales, target)
+    if tiles is None and dtype == jnp.bfloat16 and is_aiter_faster(m, n, k, batch, target):
+        tiles = AITER
+    if tiles == AITER:
+        return aiter.multiply(lhs, lhs_scales, rhs, rhs_scales).astype(dtype)
+    tiles = tiles if isinstance(tiles, Tiles) else choose_tiles(m, n, k, batch, target)
     [out] = triton_call(
         gemm_kernel,
         lhs,
-        shuffle_scales(lhs_scales, target),
+        lhs_scales,
         rhs,
-        shuffle_scales(rhs_scales, target),
+        rhs_scales,
         # Triton's interpreter truncates to bfloat16 where GPUs round.
         out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
         grid=grid_of(m, n, batch, tiles),

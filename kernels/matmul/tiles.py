@@ -40,6 +40,9 @@ class TileName(NamedTuple):
     stages: int
 
 
+AITER = TileName(0, 0, 0, 0, 0)
+"""Stands in a table for AMD's GEMM."""
+
 Table = Mapping[Gemm, TileName]
 
 
@@ -251,7 +254,7 @@ def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> T
     """
     kind = table_of(target)
     measured = current_table((target or INTERPRETER).arch).get(Gemm(m, n, k, batch))
-    if measured is not None:
+    if measured not in (None, AITER):
         for tiles in candidates(target):
             if tiles.name == measured and tiles.fits(m, n, k):
                 return tiles
@@ -263,6 +266,11 @@ def choose_tiles(m: int, n: int, k: int, batch: int, target: Target | None) -> T
         return math.ceil(programs / (units * tiles.resident)) * tiles.resident * tiles.cost
 
     return min((t for t in TILES[kind] if t.fits(m, n, k)), key=time)
+
+
+def is_aiter_faster(m: int, n: int, k: int, batch: int, target: Target | None) -> bool:
+    """Whether AMD's GEMM was measured to be the fastest on this architecture."""
+    return current_table((target or INTERPRETER).arch).get(Gemm(m, n, k, batch)) == AITER
 
 
 def table_of(target: Target | None) -> str:

@@ -21,8 +21,17 @@ import jax.numpy as jnp
 
 from mxjax.kernels.cases.shapes import GemmShape, gemms
 from mxjax.kernels.lowering import PLATFORMS
+from mxjax.kernels.matmul import aiter
 from mxjax.kernels.matmul.fp4_gemm import launch
-from mxjax.kernels.matmul.tiles import VARIABLE, Tiles, candidates, default_path, write_table
+from mxjax.kernels.matmul.tiles import (
+    AITER,
+    VARIABLE,
+    TileName,
+    Tiles,
+    candidates,
+    default_path,
+    write_table,
+)
 from mxjax.kernels.selftest import cases as selftest
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from mxjax.kernels.selftest.timing import measure
@@ -34,6 +43,7 @@ from mxjax.runtime.devices import INTERPRETER, Target, current_target
 REPEATS = 5  # runs whose results are compared, since a race shows in some only
 LARGEST_FP8_ERROR = 1e-2  # the norm of the difference over the norm
 BASELINES = ("jnp.dot, bfloat16", "jnp.dot, FP8")
+AITER_GEMM = "AITER"
 ROUNDS = 10  # of a case of the self-test
 QUICK = GemmShape("quick", 64, 64, 256)
 _XLA = {"xla_gpu_enable_triton_gemm": False}  # XLA's GEMMs are those of cuBLAS and hipBLASLt
@@ -65,10 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class GemmCase(NamedTuple):
-    """A GEMM by one of `BASELINES`, or by our kernel with these tiles."""
+    """A GEMM by one of `BASELINES`, by AMD's, or by our kernel with these tiles."""
 
     shape: GemmShape
     by: str | Tiles
+
+    @property
+    def tile(self) -> TileName | None:
+        """The name by which a table knows what ran, or None for a baseline."""
+        if isinstance(self.by, Tiles):
+            return self.by.name
+        return AITER if self.by == AITER_GEMM else None
 
     @property
     def name(self) -> str:
@@ -87,6 +104,8 @@ def gemm_cases(shapes: Sequence[GemmShape], target: Target) -> Iterator[GemmCase
         for tiles in candidates(target):
             if tiles.fits(shape.m, shape.n, shape.k):
                 yield GemmCase(shape, tiles)
+        if dtype_of(shape) == jnp.bfloat16 and aiter.takes(*shape[1:]) and aiter.is_available(target):
+            yield GemmCase(shape, AITER_GEMM)
 
 
 def measured(case: GemmCase) -> Case:
@@ -96,10 +115,10 @@ def measured(case: GemmCase) -> Case:
         "of": shape.name,
         "gemm": [shape.m, shape.n, shape.k, shape.batch],
         "by": "mxjax" if ours else case.by,
-        "tile": list(case.by.name) if isinstance(case.by, Tiles) else None,
+        "tile": list(case.tile) if case.tile else None,
     }
     work = 2.0 * shape.m * shape.n * shape.k * shape.batch
-    return Case(case.name, functools.partial(check, case), work, ours, not ours, fields)
+    return Case(case.name, functools.partial(check, case), work, ours, case.by in BASELINES, fields)
 
 
 def check(case: GemmCase) -> Checked:
@@ -109,10 +128,10 @@ def check(case: GemmCase) -> Checked:
       AssertionError: a result has other bits than it must have.
     """
     operands, wanted = _tensors(case.shape)
-    values = operands if isinstance(case.by, Tiles) else _decoded(case.shape, case.by)
+    values = operands if case.tile else _decoded(case.shape, str(case.by))
     run = functools.partial(_program(case.by, case.shape), *values)
     error = 0.0
-    if case.by == BASELINES[1]:  # may accumulate in fewer bits than float32 has
+    if case.by in (BASELINES[1], AITER_GEMM):  # may accumulate in fewer bits than float32 has
         error = float(_distance(run(), wanted))
         assert error < LARGEST_FP8_ERROR, f"differs from the bfloat16 GEMM by {error:.2g}"
     for i in range(REPEATS if isinstance(case.by, Tiles) else 0):
@@ -139,7 +158,7 @@ def _run(case: GemmCase, settings: selftest.Settings) -> Mapping[str, Any]:
 
 def _lower(case: GemmCase) -> None:
     target = current_target()
-    if isinstance(case.by, Tiles) and target is not None:
+    if case.tile and target is not None:
         operands = jax.eval_shape(functools.partial(_draw, case.shape))
         traced = _program(case.by, case.shape).trace(*operands)
         traced.lower(lowering_platforms=(PLATFORMS[target.backend],))
@@ -171,8 +190,9 @@ def dtype_of(shape: GemmShape) -> Any:
 
 def _program(by: str | Tiles, shape: GemmShape) -> Any:
     dtype = dtype_of(shape)
-    if isinstance(by, Tiles):
-        return jax.jit(lambda *operands: launch(*operands, jnp.dtype(dtype), current_target(), by))
+    if isinstance(by, Tiles) or by == AITER_GEMM:
+        tiles = by if isinstance(by, Tiles) else AITER
+        return jax.jit(lambda *operands: launch(*operands, jnp.dtype(dtype), current_target(), tiles))
     options = _XLA if jax.default_backend() == "gpu" else {}
     return jax.jit(lambda x, y: contract(x, -1, y, -1, None, dtype), compiler_options=options)
 

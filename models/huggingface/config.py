@@ -37,9 +37,16 @@ _ONLY: Mapping[str, Any] = {
 _OTHER_ARCHITECTURES: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), "multi-head latent attention"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), "mamba layers"),
-    **dict.fromkeys(("qwen3_next", "nemotron_h", "granitemoehybrid", "rwkv"), "linear attention"),
+    **dict.fromkeys(("nemotron_h", "granitemoehybrid", "falcon_h1"), "mamba layers"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "kimi_linear", "minimax", "rwkv"), "linear attention"),
 }
 """Parts of other architectures that no decoder here has, by model_type."""
+_OTHER_PARTS: Mapping[str, str] = {
+    "kv_lora_rank": "multi-head latent attention",
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), "mamba layers"),
+    "linear_conv_kernel_dim": "linear attention",
+}
+"""The same by fields, of architectures that are not listed."""
 _OF_OTHERS = (
     *("sliding_window", "use_sliding_window", "sliding_window_pattern", "attention_chunk_size"),
     *("qk_norm", "use_qk_norm", "qk_layernorm", "clip_qkv", "use_parallel_residual"),
@@ -100,7 +107,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        part = _OTHER_ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+        part = next((part for name, part in _OTHER_PARTS.items() if raw.get(name)), None)
+        part = _OTHER_ARCHITECTURES.get(kind, part) if isinstance(kind, str) else None
         why = f"{part} cannot run here" if part else f"{', '.join(ARCHITECTURES)} can be imported"
         raise ValueError(f"config.json: model_type is {short(kind)}; {why}")
     _check_features(raw, own := ARCHITECTURES[kind].fields)

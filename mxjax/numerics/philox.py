@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, UInt16, UInt32
+from jaxtyping import Array, Int32, UInt16, UInt32
 from numpy.lib.array_utils import normalize_axis_index
 
 from mxjax.runtime.devices import on_gpu
@@ -64,9 +64,12 @@ class KeyWords(NamedTuple):
 
     Attributes:
       words: two words of the key, then two of each of its folds with 1, 2, ….
+      places: positions of a matrix's rows, where they are not 0, 1, …. Along the rows they come in whole runs
+        of PER_COUNTER, aligned to it.
     """
 
     words: UInt32[Array, "uses 2"]
+    places: Int32[Array, " m"] | None = None
 
 
 def key_words(key: jax.Array | KeyWords, use: int = 0) -> UInt32[Array, "2"]:
@@ -88,13 +91,21 @@ def random_uint16(
     axis = normalize_axis_index(axis, len(shape))
     length = shape[axis]
     grid = (*shape[:axis], (length + PER_COUNTER - 1) // PER_COUNTER, *shape[axis + 1 :])
+    places = key.places if isinstance(key, KeyWords) else None
+
+    def position(i: int) -> Word:
+        if places is None or i:
+            return lax.broadcasted_iota(jnp.uint32, grid, i)
+        first = places[::PER_COUNTER] // PER_COUNTER if axis == 0 else places
+        return lax.broadcast_in_dim(first.astype(jnp.uint32), grid, (0,))
+
     row = jnp.zeros(grid, jnp.uint32)
     for i, n in enumerate(shape):
         if i != axis:
-            row = row * jnp.uint32(n) + lax.broadcasted_iota(jnp.uint32, grid, i)
+            row = row * jnp.uint32(n) + position(i)
     zero = jnp.zeros(grid, jnp.uint32)
     k0, k1 = key_words(key, use)
-    counter = (lax.broadcasted_iota(jnp.uint32, grid, axis), row, zero, zero)
+    counter = (position(axis), row, zero, zero)
     # Without the barriers XLA fuses the generator into its users, once for each of the 8 halves.
     words = lax.optimization_barrier(philox_4x32(counter, (k0, k1)))
     halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=axis + 1)

@@ -59,7 +59,8 @@ def dot(
       implementation: how the MXFP4 products run. All multiply the same values and accumulate in float32.
         "reference": float32, the definition. "xla": bfloat16, which represents the values exactly.
         "fp8_carriers": FP8; rows of an operand that it does not hold are multiplied again, unless that is
-        below rounding. "triton", "scaled_dot": packed FP4. None: the fastest here.
+        below rounding. "triton", "scaled_dot": packed FP4. "aiter": packed FP4 by AMD's GEMM on MI355X, whose
+        results are rounded to bfloat16. None: the fastest here.
       preferred_element_type: dtype of the result, by default `jnp.result_type(x, w)`; for an `MXArray`, x's.
       layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
 

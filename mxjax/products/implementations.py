@@ -15,14 +15,14 @@ from mxjax.runtime.devices import Target, current_target, has_triton, platform
 from mxjax.runtime.mesh import Layout
 from mxjax.runtime.remat import Remat
 
-Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton"]
+Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "aiter"]
 GemmImplementation = Literal[
-    "reference", "xla", "fp8_carriers", "scaled_dot", "triton", "fp8_tensor", "xla_by_kernel"
+    "reference", "xla", "fp8_carriers", "scaled_dot", "triton", "aiter", "fp8_tensor", "xla_by_kernel"
 ]
 """How one GEMM runs: its implementation, "fp8_tensor" for FP8 operands with one scale per tensor, or
 "xla_by_kernel", which is "xla" on two operands that the quantizer kernel writes, in bfloat16 and K-major."""
 
-ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "triton")
+ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "triton", "aiter")
 """Implementations that take packed operands, which the forward pass can keep for the backward pass."""
 
 KEPT: tuple[GemmImplementation, ...] = (*ON_PACKED, "fp8_tensor")
@@ -165,7 +165,21 @@ def choose_implementation(implementation: Implementation | None) -> Implementati
             "implementation 'triton' needs a GPU and Triton (install mxjax[cuda] or mxjax[rocm]); "
             "use 'xla', or None for the fastest that runs here"
         )
+    if implementation == "aiter" and not _has_aiter():
+        raise NotImplementedError(
+            "implementation 'aiter' needs a gfx950 GPU (MI355X) and jax-aiter, built from "
+            "github.com/ROCm/jax-aiter; use 'triton', or None for the fastest that runs here"
+        )
     return implementation
+
+
+def _has_aiter() -> bool:
+    target = current_target()
+    if target is None or target.arch != "gfx950":
+        return False
+    from mxjax.kernels.matmul import aiter
+
+    return aiter.is_available(target)
 
 
 def _fastest(target: Target | None) -> Implementation:

@@ -102,10 +102,11 @@ def _multiply_packed(
     dtype = dtype if exact else jnp.float32
     if implementation == "scaled_dot":
         return Product(_multiply_scaled_dot(lhs, rhs, dtype))
-    if implementation == "triton":
+    if implementation in ("triton", "aiter"):
         from mxjax.kernels.matmul import fp4_gemm
 
-        return Product(fp4_gemm.matmul(*lhs.packed, *rhs.packed, dtype))
+        tiles = fp4_gemm.AITER if implementation == "aiter" else None
+        return Product(fp4_gemm.matmul(*lhs.packed, *rhs.packed, dtype, tiles))
     if target is not None and target.has_fp8:
         from mxjax.kernels.matmul import fp8_matmul
 

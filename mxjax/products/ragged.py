@@ -19,11 +19,13 @@ from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.blocks import resolve_block_shape
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
+from mxjax.numerics.philox import PER_COUNTER
 from mxjax.operands.use import quantize_use
 from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_floating, check_key, result_dtype
 from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_chunks import places_of
+from mxjax.products.expert_groups import Grid, Groups, multiply_groups
 from mxjax.products.expert_products import matmul_experts
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
@@ -77,12 +79,11 @@ def ragged_dot(
     check_floating(x, w, preferred_element_type)
     check_key(policy, key)
     x, w, sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes, jnp.int32)
-    dtype = result_dtype(x, w) if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    gemms = implementations_of(policy, implementation or "xla")
-    options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+    options = _options(x, w, policy, implementation, precision, preferred_element_type)
+    dtype = options.dtypes[0]
     if not x.shape[0] or not w.shape[0]:
         return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
-    unit = _unit(policy)
+    unit = row_unit(policy)
     static = tuple(group_sizes.tolist()) if isinstance(group_sizes, np.ndarray) else None
 
     x, w = without_forward_mode(x), without_forward_mode(w)
@@ -95,11 +96,61 @@ def ragged_dot(
         length = (x.shape[0] + sizes.size * (unit - 1)) // unit * unit
         places = places_of(sizes, x.shape[0], unit, length)
         padded = jnp.zeros_like(x, shape=(length, x.shape[1])).at[places].set(x, mode="drop")
-        y: jax.Array = _matmul(options, padded, w, -(-sizes // unit) * unit, key)
+        y: jax.Array = _matmul(options, None, padded, w, Groups(-(-sizes // unit) * unit), key)
         return y.at[places].get(mode="fill", fill_value=0)
 
     key = key if policy.needs_key else None
     return on_auto_axes(product, x, w, kept=((0,), (2,)))(x, w, sizes, key)
+
+
+def ragged_dot_on_mesh(
+    x: Float[Array, "m k"],
+    w: Float[Array, "g k n"],
+    groups: Groups,
+    grid: Grid,
+    *,
+    policy: Policy,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    preferred_element_type: DTypeLike,
+) -> Float[Array, "m n"]:
+    """Returns `ragged_dot` of rows and experts that the axes of `grid` shard, with the same values and bits.
+
+    Args:
+      x: rows as `groups` says, whose sizes are multiples of `row_unit` and of 8; others are zero.
+      Others: see `ragged_dot`.
+    Raises:
+      NotImplementedError: implementation "fp8_carriers", or a Wgrad that rounds stochastically in other runs
+        of rows than whole ones of 8; see also `ragged_dot`.
+    """
+    _check_policy(policy)
+    check_key(policy, key)
+    check_on_mesh(policy, implementation)
+    options = _options(x, w, policy, implementation, None, preferred_element_type)
+    x, w = without_forward_mode(x), without_forward_mode(w)
+    y: jax.Array = _matmul(options, grid, x, w, groups, key if policy.needs_key else None)
+    return y
+
+
+def check_on_mesh(policy: Policy, implementation: Implementation | None) -> None:
+    """Raises the errors of `ragged_dot_on_mesh` that `ragged_dot` does not raise."""
+    if implementation not in (None, "reference", "xla"):
+        raise NotImplementedError(
+            f"experts on several devices run by implementation 'reference' or 'xla', not {implementation!r}; "
+            "use None"
+        )
+    draws_scales = any(o.eden for o in (policy.wgrad.lhs, policy.wgrad.rhs))
+    if policy.wgrad.needs_key and (row_unit(policy) % PER_COUNTER or draws_scales):
+        raise NotImplementedError(
+            "experts on several devices need a Wgrad that draws random bits for blocks of whole "
+            f"{PER_COUNTER} rows and not for scales, not {policy}; use another policy"
+        )
+
+
+def _options(x, w, policy, implementation, precision, dtype) -> Options:
+    dtype = result_dtype(x, w) if dtype is None else jnp.dtype(dtype)
+    gemms = implementations_of(policy, implementation or "xla")
+    return Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
 
 
 def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -> None:
@@ -137,7 +188,7 @@ def _check_policy(policy: Policy) -> None:
         )
 
 
-def _unit(policy: Policy) -> int:
+def row_unit(policy: Policy) -> int:
     """Returns the number of rows that divides every group: whole blocks and rotations along the tokens."""
 
     def shape(operand: Operand) -> tuple[int, int]:
@@ -151,46 +202,51 @@ def _unit(policy: Policy) -> int:
     return math.lcm(rotation, *(size or 1 for size in along + across))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options: Options, x, w, sizes, key) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Array:
     """Returns the Fprop of x [m, k], whose groups have whole blocks, and w [g, k, n]."""
-    return _forward(options, x, w, sizes, key)
+    return _forward(options, grid, x, w, groups, key)
 
 
-def _matmul_fwd(options: Options, x, w, sizes, key):
-    return _forward(options, x, w, sizes, key), (x, w, sizes, key)
+def _matmul_fwd(options: Options, grid: Grid | None, x, w, groups, key):
+    return _forward(options, grid, x, w, groups, key), (x, w, groups, key)
 
 
-def _matmul_bwd(options: Options, residuals, dy):
-    return (*_backward(options, *residuals, dy), None, None)
+def _matmul_bwd(options: Options, grid: Grid | None, residuals, dy):
+    return (*_backward(options, grid, *residuals, dy), None, None)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(options: Options, x, w, sizes, key) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
     policy, gemms, dtypes, precision, _ = options
-    uses = uses_of_policy(policy, gemms, key)
+    uses = groups.of(uses_of_policy(policy, gemms, key))
     lhs, rhs = quantize_use(x, uses.fprop.lhs), quantize_use(w, uses.fprop.rhs)
-    return _multiply(gemms.fprop, precision, lhs, rhs, sizes).astype(dtypes[0])
+    return _multiply(gemms.fprop, precision, lhs, rhs, groups, grid).astype(dtypes[0])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(options: Options, x, w, sizes, key, dy) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _backward(options: Options, grid: Grid | None, x, w, groups, key, dy) -> tuple[jax.Array, jax.Array]:
     policy, gemms, dtypes, precision, _ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    _, dgrad, wgrad = uses_of_policy(policy, gemms, key)
+    _, dgrad, wgrad = groups.of(uses_of_policy(policy, gemms, key))
     dy_rows, w_rows = quantize_use(dy, dgrad.lhs), quantize_use(as_read(w, dgrad.rhs), dgrad.rhs)
     x_columns, dy_columns = quantize_use(as_read(x, wgrad.lhs), wgrad.lhs), quantize_use(dy, wgrad.rhs)
-    dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, sizes)
-    dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, sizes)
+    dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, groups, grid)
+    dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, groups, grid)
     return dx.astype(dtypes[1]), dw.astype(dtypes[2])
 
 
 def _multiply(
-    implementation: GemmImplementation, precision: lax.PrecisionLike, lhs: MXArray, rhs: MXArray, sizes
+    implementation: GemmImplementation,
+    precision: lax.PrecisionLike,
+    lhs: MXArray,
+    rhs: MXArray,
+    groups: Groups,
+    grid: Grid | None,
 ) -> jax.Array:
     """Returns the products of the groups: [m, n] if rhs has an axis of groups, else their sums [g, m, n]."""
     if implementation == "reference":
@@ -206,7 +262,7 @@ def _multiply(
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0] if grouped else [],
     )
-    y = lax.ragged_dot_general(left, right, sizes, dims, precision, preferred_element_type=jnp.float32)
+    y: jax.Array = multiply_groups(left, right, groups, grid, dims, precision)
     for factor in factors:
         y = y if factor is None else y * factor
     return y

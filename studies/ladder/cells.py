@@ -41,6 +41,7 @@ class Protocol:
       bits: the random bits of stochastic rounding: "fresh" at every step, "frozen" (the same at every step),
         or "third" (the same in a random third of the steps), as a defective generator gives them.
       bfloat16_gradients: gradients are rounded to bfloat16 before clipping.
+      optimizer, moments, master: as `train.py --optimizer`, `--moments` and `--master`.
     """
 
     lr: float
@@ -54,6 +55,9 @@ class Protocol:
     eps: float = 1e-5
     bits: Bits = "fresh"
     bfloat16_gradients: bool = False
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    moments: Literal["float32", "bfloat16"] = "float32"
+    master: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def tokens(self) -> int:

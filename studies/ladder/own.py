@@ -33,7 +33,6 @@ from mxjax.runtime.tables import table
 from studies.ladder.cells import (
     BASELINE,
     PROTOCOLS,
-    Bits,
     Cell,
     Protocol,
     model_of,
@@ -124,8 +123,9 @@ def _protocol(raw: Any, stem: str) -> tuple[str, Protocol | None]:
 
 def _is_valid(name: str, value: Any) -> bool:
     """Whether a value of JSON may be that of a protocol's field."""
-    if name == "bits":
-        return value in typing.get_args(Bits)
+    hint = typing.get_type_hints(Protocol)[name]
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
     if name == "bfloat16_gradients" or (name == "horizon" and value is None):
         return isinstance(value, bool | None)
     number_type = int | float if name in ("lr", "eps") else int
@@ -215,6 +215,7 @@ def with_model(cell: Cell, path: pathlib.Path) -> Cell:
 
 def check_same(cells: Sequence[Cell], out: pathlib.Path) -> None:
     """Raises ValueError if finished runs have these cells' names, and another protocol or policy."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Protocol)}
     for cell in cells:
         training, policy = dataclasses.asdict(protocol_of(cell)), str(policy_of(cell))
         for seed in cell.seed_numbers:
@@ -222,7 +223,8 @@ def check_same(cells: Sequence[Cell], out: pathlib.Path) -> None:
             if not path.exists():
                 continue
             run = read_record(path)
-            other = {name for name, value in training.items() if run["protocol"].get(name) != value}
+            recorded = defaults | run["protocol"]  # which may be older than a field
+            other = {name for name, value in training.items() if recorded.get(name) != value}
             if not changes_program(cell) and run["resolved_policy"] != policy:
                 other.add("policy")
             if other:

@@ -18,6 +18,7 @@ from studies.ladder.cells import Bits, Cell, Protocol, model_of, policy_of, prot
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
 from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
+from training.optimizer.bfloat16 import as_float32, with_bfloat16_parameters
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step
@@ -43,8 +44,10 @@ class Programs:
         self.corpus, self.protocol = corpus, protocol_of(cell)
         p = self.protocol
         model = dataclasses.replace(model_of(cell), vocab_size=corpus.vocab_size)
-        config = OptimizerConfig(lr=p.lr, warmup_steps=p.warmup, eps=p.eps)
-        optimizer = make_optimizer(config)
+        config = OptimizerConfig(
+            p.lr, p.warmup, eps=p.eps, optimizer=p.optimizer, moments=p.moments, master=p.master
+        )
+        optimizer = make_optimizer(config, model)
         if p.bfloat16_gradients:
             optimizer = optax.chain(optax.stateless(to_bfloat16), optimizer)
         recipe = recipe_of(cell)
@@ -56,13 +59,18 @@ class Programs:
             setting = parse_deoscillation(recipe.deoscillate)
             check_policies([policies])
             optimizer = optax.chain(optimizer, snap_oscillating(setting, policies))
+        if p.master == "bfloat16":
+            optimizer = with_bfloat16_parameters(optimizer)
         options = {"policies": policies, "implementation": IMPLEMENTATION}
         loss = functools.partial(_call, decoder.mean_loss, model, options, bits=p.bits)
         losses = functools.partial(_call, decoder.losses, model, options)
         self.schedule = learning_rate(config, p.horizon or p.steps)
-        self.first_state: Any = jax.jit(
-            lambda key: init_state(with_outliers(decoder.init(model, key), p.outlier_channels), optimizer)
-        )
+
+        def first_state(key):
+            params = with_outliers(decoder.init(model, key), p.outlier_channels)
+            return init_state(jax.tree.map(lambda w: w.astype(jnp.dtype(p.master)), params), optimizer)
+
+        self.first_state: Any = jax.jit(first_state)
         self.held_out = held_out_batches(corpus.validation, p)
         options = compiler_options(policies.policies, IMPLEMENTATION)
         certain = None if recipe and recipe.deoscillate else keeps_finite(config)
@@ -147,7 +155,7 @@ def _kept_bytes(compiled: Any) -> int | None:
 
 
 def _call(function, model, options, params, batch, key, bits: Bits = "fresh"):
-    return function(model, params, batch, key=drawing(key, bits), **options)
+    return function(model, as_float32(params), batch, key=drawing(key, bits), **options)
 
 
 def drawing(key: jax.Array, bits: Bits) -> jax.Array:

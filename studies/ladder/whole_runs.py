@@ -79,7 +79,9 @@ class WholeRuns:
             "data": DataConfig(
                 data.data, data.eval_data, data.vocab_size, p.batch, p.seq, document_mask="off"
             ),
-            "optimizer": OptimizerConfig(lr=p.lr, warmup_steps=p.warmup),
+            "optimizer": OptimizerConfig(
+                lr=p.lr, warmup_steps=p.warmup, optimizer=p.optimizer, moments=p.moments, master=p.master
+            ),
             **({"model_config": cell.model_config} if cell.model_config else {"model": cell.model}),
             "steps": p.steps,
             "checkpoint_every": p.steps,

@@ -27,6 +27,14 @@ def test_a_gemm_by_hand():
     assert mi355x.gemm_seconds(thin, "fp8", PEAK) == pytest.approx(moved / 8e12)
 
 
+def test_aiters_times_are_those_of_its_table():
+    """The line has three terms for four times; it leaves 4 %."""
+    for sizes, rate in mi355x.AITER.items():
+        m, n, k = sizes
+        seconds = mi355x.gemm_seconds(shapes.GemmShape("layer.fprop", *sizes), "mxfp4", BEST)
+        assert seconds == pytest.approx(2 * m * n * k / rate, rel=0.05)
+
+
 def test_the_bytes_of_a_pass_by_hand():
     gradient = shapes.TensorShape("layer.gradient", 8192, 4096)
     weight = shapes.TensorShape("layer.weight", 4096, 4096)

@@ -21,6 +21,7 @@ from mxjax.kernels.cases import compile as aot
 from mxjax.kernels.cases import record as aot_record
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.matmul.fp4_gemm import shuffle_scales
+from mxjax.kernels.quantize.block16 import Side
 from mxjax.runtime.devices import Target
 
 # Constants that avoid inline assembly, which the interpreter lacks.
@@ -192,7 +193,10 @@ def interpret(record, given):
     outputs = [a for a in record["arguments"] if a["role"] != "input"]
     # The interpreter truncates to bfloat16 where GPUs round.
     dtypes = ["float32" if a["dtype"] == "bfloat16" else a["dtype"] for a in outputs]
-    constants = record["constants"]
+    constants = {
+        name: Side(**value) if isinstance(value, dict) else value
+        for name, value in record["constants"].items()
+    }
     in_place = record["arguments"][0]["name"] == "before"
     if in_place:
         inputs[0] = inputs[0].astype(dtypes[0])

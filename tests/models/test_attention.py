@@ -36,13 +36,19 @@ def test_pieces_equal_the_whole(length, monkeypatch):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_long_sequence_never_has_all_scores():
-    shape = jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_long_sequence_never_has_all_scores(masked):
+    """Nor does a mask of documents exist whole."""
+    shape, first = (
+        jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 8192), jnp.int32),
+    )
 
-    def loss(q, k, v):
-        return jnp.sum(attention.causal_attention(q, k, v).astype(jnp.float32))
+    def loss(q, k, v, first_key):
+        attend = attention.causal_attention(q, k, v, first_key if masked else None)
+        return jnp.sum(attend.astype(jnp.float32))
 
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, first).compile()
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 4 * 8192**2 * 4 / 2
     )  # half of the scores in float32

@@ -12,7 +12,8 @@ from support.llamas import layer_policies
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
-from models.experts import auxiliary_loss, check_policies, permute, route, sort_by_expert, summary
+from models.expert_order import permute, sort_by_expert
+from models.experts import auxiliary_loss, check_policies, route, summary
 from training.config import OptimizerConfig
 from training.optimizer.optimizers import decayed, optimizer_of
 

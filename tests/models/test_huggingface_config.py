@@ -65,6 +65,7 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok":
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; llama, qwen2, .* can be imported"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3'; multi-head latent attention cannot run here"),
         ({"model_type": "jamba"}, "'jamba'; mamba layers cannot run here"),
+        ({"model_type": "new", "kv_lora_rank": 512}, "'new'; multi-head latent attention cannot"),
         ({"model_type": ["llama"]}, "model_type is"),
         ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"mlp_bias": True}, "mlp_bias is True"),

@@ -102,7 +102,7 @@ def test_sizes_are_compared_with_the_tensors_before_memory_is_taken(checkpoint, 
 @pytest.mark.parametrize(
     ("removed", "added", "said"),
     [
-        ("model.", "", r"lack 'model\.', as those of a model without its head do: save the ..."),
+        ("model.", "", r"lack 'model\.', as those of a model without its head do: save the \.\.\.ForC"),
         ("", "_orig_mod.", r"begin with '_orig_mod\.', .*: save the module inside, model\._orig_mod, or"),
         ("", "module._orig_mod.", r"begin with 'module\._orig_mod\.'"),
     ],

@@ -77,6 +77,7 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
         ({"model": "61m"}, "unknown model '61m'"),
         ({"protocol": "tuned"}, "unknown protocol 'tuned'; the protocols are decay, "),
         ({"protocol": {"steps": "40"}}, "protocol: steps cannot be '40'; its type is <class 'int'>"),
+        ({"protocol": {"optimizer": "adam"}}, "protocol: optimizer cannot be 'adam'"),
         ({"protocol": {"lr": True}}, "protocol: lr cannot be True"),
         ({"protocol": {"steps": 10}}, "20 evaluations and a warm-up of 150 steps do not fit in 10 steps"),
         ({"lengths": [1]}, '"lengths" is a list of positive numbers other than 1'),

@@ -68,12 +68,17 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_training_program_is_that_of_a_cells_own_programs(settings):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_of_the_training_program_is_that_of_a_cells_own_programs(settings, optimizer):
+    """With muon, states in bfloat16, which draw the same bits."""
+    dtype = "float32" if optimizer == "adamw" else "bfloat16"
+    small = dataclasses.replace(cells.PROTOCOLS["small"], optimizer=optimizer, moments=dtype, master=dtype)
+    cell = dataclasses.replace(CELLS[0], training=small)
     data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     corpus = load_megatron(data, settings.vocab_size)
-    own = programs.Programs(CELLS[0], corpus)
+    own = programs.Programs(cell, corpus)
     held_out = sum(map(len, own.held_out))
-    whole = whole_runs.WholeRuns(CELLS[0], data, programs.IMPLEMENTATION, held_out)
+    whole = whole_runs.WholeRuns(cell, data, programs.IMPLEMENTATION, held_out)
     expected, found = own.train(1), whole.train(1)
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
     np.testing.assert_allclose(found["evaluations"], expected["evaluations"], rtol=1e-5)

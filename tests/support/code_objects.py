@@ -31,6 +31,7 @@ INTERPRETED = [
     *("carry_33x96_*", "sift_1x65x33_float32_*", "correct_1x65x33x288_float32", "draw_1_64_128"),
 ]
 MORE_INTERPRETED = [
+    *("block16_65x97_nvfp4_*", "block16_65x97_quartet2_gradient_[02]", "block16_65x97_ue5m3_gradient_1"),
     *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
     *("quantize_200x136_*", "carry_1x8224_*", "correct_3x17x130x544_bfloat16"),
     *(
@@ -51,11 +52,25 @@ BUILDS = {
         *("carry_8192x4096_*", "carry_8192x28672_*", "correct_1x8192x6144x4096_*"),
     ],
     "sm_100": [LLAMA[0], SMALL_GEMMS[0], *STEP],
+    "sm_120": [SMALL_GEMMS[0]],
 }
 """Patterns of the builds that the tests take, by target."""
+EVERY_KERNEL = [
+    *("gemm_1x65x33x288_float32", "gemm_1x8192x6144x4096_bfloat16", "correct_1x65x33x288_float32"),
+    *("carry_33x96_*", "sift_1x65x33_float32_*", "cast_208x144_bfloat16", "draw_1_64_128"),
+    "quantize_65x97_*_packed_columns_packed-h16",
+    *("quantize_65x97_float32_rows_packed-0.75-32x32_*", "quantize_65x97_bfloat16_rows_none_*"),
+    *(
+        "block16_65x97_nvfp4_*",
+        "block16_65x97_four_over_six_weight_1",
+        "block16_65x97_quartet2_gradient_[02]",
+    ),
+    *("block16_65x97_ue5m3_gradient_1", "attention_*_1x149x1x2x128_*"),
+]
 MORE_BUILDS = {
-    "sm_90": MORE_INTERPRETED,
-    "sm_100": [*SMALL_GEMMS[1:], "quantize_65x97_*_packed_columns_packed-h16"],
+    "sm_90": [*MORE_INTERPRETED, *EVERY_KERNEL],
+    "sm_100": [*SMALL_GEMMS[1:], *EVERY_KERNEL],
+    "sm_120": EVERY_KERNEL,
 }
 """Patterns of the builds that only the exhaustive tests take."""
 

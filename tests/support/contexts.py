@@ -1,4 +1,4 @@
-"""Programs of training/test_context.py on 8 virtual devices, in a process of their own."""
+"""Programs of test_context.py and test_expert_parallel.py on 8 virtual devices, in a process of their own."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 
 import mxjax
 from models import decoder
-from models.configs import DecoderConfig
+from models.configs import DecoderConfig, ExpertsConfig
 from models.context import cut
 from models.documents import Documents
 from models.sharding import weight_layout
@@ -18,6 +18,12 @@ from training.sharding import compiler_options, make_mesh, param_shardings, para
 
 # Two blocks with another window each, sinks, and two query heads a key/value head.
 MODEL = DecoderConfig(256, 256, 2, 8, 4, 32, 256, rope_theta=10_000.0, windows=(0, 40), sinks=True)
+EXPERTS = DecoderConfig(
+    *(256, 128, 2, 4, 4, 32, 64),
+    rope_theta=10_000.0,
+    init_std=0.1,  # so that routers prefer some experts
+    experts=ExpertsConfig(8, 2, biased=True, balance_loss=0.01, z_loss=1e-3),
+)
 
 
 def relative(found, expected) -> float:
@@ -28,24 +34,25 @@ def relative(found, expected) -> float:
 
 def losses(*cases: str) -> None:
     """For each POLICY:MESH:SEQUENCES:LENGTH prints how far loss and gradients are from one device's."""
-    params = decoder.init(MODEL, jax.random.key(0))
     for case in cases:
         policy, text, sequences, length = case.split(":")
+        model = EXPERTS if "expert" in text else MODEL
+        params = decoder.init(model, jax.random.key(0))
         policies = decoder.layer_policies(
-            MODEL, mxjax.get_policy(policy), [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))]
+            model, mxjax.get_policy(policy), [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))]
         )
         batch = np.random.default_rng(0).integers(1, 256, (int(sequences), int(length) + 1), np.int32)
         batch[:, 3 * int(length) // 5] = 0  # ends a document
 
-        def loss(params, batch, policies=policies):
+        def loss(params, batch, model=model, policies=policies):
             options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32}
-            return decoder.mean_loss(MODEL, params, batch, documents=Documents(0, True), **options)
+            return decoder.mean_loss(model, params, batch, documents=Documents(0, True), **options)
 
         found = []
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
             options = compiler_options(mesh, policies.policies, None)
             with jax.set_mesh(mesh):
-                given = jax.device_put(params, param_shardings(mesh, parameter_axes(MODEL)))
+                given = jax.device_put(params, param_shardings(mesh, parameter_axes(model)))
                 run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
                 found.append(jax.device_get(run(given, batch)))
         (a, da), (b, db) = found

@@ -51,7 +51,8 @@ def test_a_plan_tries_parts_and_more_devices(plan):
     assert first.endswith("no mask of documents")
     names = [line.partition(":")[0].strip() for line in settings]
     parts, devices = "--remat full --accumulate 2 --mesh fsdp=4", "--remat full --mesh fsdp=8"
-    assert names[:3] == [parts, devices, f"{devices},tensor=2"]
+    assert names[:3] == [parts, devices, f"{devices},context=2"]
+    assert names[-1] == f"{devices},context=2,tensor=2"
     assert last.startswith("none of them fits: shorten --seq-len")
 
 

@@ -95,7 +95,7 @@ def test_a_mesh_is_written_as_sizes(text, sizes):
     [
         ("fsdp=4", "is for 4 devices and there are 8; choose sizes that multiply to 8"),
         ("data=4,fsdp=4", "is for 16 devices"),
-        ("model=8", "of the axes data, fsdp, context, tensor; got 'model=8'"),
+        ("model=8", "of the axes data, expert, fsdp, context, tensor; got 'model=8'"),
         ("fsdp", "takes AXIS=SIZE"),
         ("fsdp=0", "takes AXIS=SIZE"),
         ("fsdp=2,fsdp=4", "names fsdp twice"),

@@ -56,9 +56,10 @@ def test_other_schedules_by_hand(flags, rates):
     [
         ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
         ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
+        ("--mllog --ema 0.9", "--mllog is of a run by AdamW and a cosine"),
     ],
 )
-def test_a_decay_without_effect_or_room_is_refused(flags, said, capsys):
+def test_flags_without_effect_room_or_record_are_refused(flags, said, capsys):
     with pytest.raises(SystemExit):
         parse(flags.split())
     assert said in " ".join(capsys.readouterr().err.split())

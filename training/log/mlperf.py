@@ -160,7 +160,7 @@ def settings(
         "lowest_numerical_precision_in_comm": "fp32",  # gradients are summed in float32
         "tensor_parallelism": mesh["tensor"],
         "pipeline_parallelism": 1,
-        "context_parallelism": 1,
+        "context_parallelism": mesh["context"],
         "expert_parallelism": 1,
         "micro_batch_size": data.batch_size // (config.accumulate * batch_parts_of(mesh)),
         "gradient_accumulation_steps": config.accumulate,

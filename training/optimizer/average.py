@@ -14,7 +14,7 @@ from training.optimizer.bfloat16 import as_float32
 class AverageState(NamedTuple):
     """The number of steps averaged, without skipped ones, and the average."""
 
-    count: Int32[Array, ""]
+    steps: Int32[Array, ""]
     average: Any
 
 
@@ -31,14 +31,14 @@ def averaging(decay: float) -> optax.GradientTransformation:
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("an optimizer that averages parameters needs them: pass params to its update")
-        count = state.count + 1
+        steps = state.steps + 1
         new = as_float32(optax.apply_updates(params, updates))
         weight = jnp.float32(1.0)
         if decay:
-            # 1 - decay**count, in which a decay near 1 would lose its digits.
-            weight = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(decay))
+            # 1 - decay**steps, in which a decay near 1 would lose its digits.
+            weight = (1 - decay) / -jnp.expm1(steps.astype(jnp.float32) * math.log(decay))
         average = jax.tree.map(lambda old, w: old + weight * (w - old), state.average, new)
-        return updates, AverageState(count, average)
+        return updates, AverageState(steps, average)
 
     return optax.GradientTransformation(init, update)
 

@@ -34,13 +34,13 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 class OptimizerConfig:
     """The optimizer; by default AdamW as in MLPerf Training's llama31_8b, with its warm-up and cosine."""
 
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """adamw; muon, which orthogonalizes the momentum of each matrix of the blocks, also query, key, value,
-    gate, up and every expert's apart, and leaves other parameters to AdamW; or sgd, with momentum."""
     lr: float = 4e-3
     """Peak learning rate."""
     warmup_steps: int = 30
     """Steps of linear warm-up."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw; muon, which orthogonalizes the momentum of each matrix of the blocks, also query, key, value,
+    gate, up and every expert's apart, and leaves other parameters to AdamW; or sgd, with momentum."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up. cosine: half a cosine over the rest of the run; wsd: stable, then a
     decay over the last --decay steps; constant. The last two let a run be extended or branched."""
@@ -92,6 +92,14 @@ def bytes_a_parameter(config: OptimizerConfig) -> int:
     moments = 2 if config.optimizer == "adamw" else 1
     average = 0 if config.ema is None else 4
     return _BYTES[config.master] + moments * _BYTES[config.moments] + average
+
+
+_LOGGED = ("lr", "warmup_steps", "min_lr_ratio", "b1", "b2", "eps", "weight_decay", "clip")
+
+
+def mlperf_describes(config: OptimizerConfig) -> bool:
+    """Returns whether MLPerf's log has a name for every value that is not the default."""
+    return config == OptimizerConfig(**{name: getattr(config, name) for name in _LOGGED})
 
 
 def check_schedule(config: OptimizerConfig, steps: int) -> None:

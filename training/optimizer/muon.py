@@ -49,8 +49,9 @@ def muon(model: DecoderConfig, momentum: float, consistent_rms: float | None) ->
     def merge(tree, like):
         return jax.tree.map_with_path(lambda path, _, parts: _merge(model, path, parts), like, tree)
 
-    def update(updates, state, params=None):
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        new: Any
         directions, new = inner.update(split(updates), state._replace(mu=split(state.mu)))
         scaled = jax.tree.map(lambda x: _scale(x.shape, consistent_rms) * x, directions)
         return merge(scaled, updates), new._replace(mu=merge(new.mu, updates))

@@ -5,7 +5,7 @@ Gradients are clipped by their global norm, and vectors such as the scales of no
 
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -106,7 +106,7 @@ def make_optimizer(
 def _muon(config: OptimizerConfig, model: DecoderConfig) -> optax.GradientTransformation:
     """Returns Muon for the blocks' matrices, and AdamW for the others."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    parts = {
+    parts: dict[Hashable, optax.GradientTransformation] = {
         "muon": _decaying(muon(model, config.momentum, config.consistent_rms), config),
         "adam": _decaying(adam, config, _adam_ratio(config)),
     }

@@ -217,7 +217,8 @@ class Checkpoints:
         wanted = {_keys(path): leaf for path, leaf in jax.tree.leaves_with_path(_abstract(like))}
 
         def of_average(path, _):
-            return wanted.get(_place_in_average(path), ocp.PLACEHOLDER)
+            place = _place_in_average(path)
+            return ocp.PLACEHOLDER if place is None else wanted[place]
 
         saved = saved_tree(folder / "rest") if (folder / "rest").exists() else {}
         template = jax.tree.map_with_path(of_average, saved)

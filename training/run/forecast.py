@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from models.configs import DecoderConfig
+from models.context import sequence_parts
 from models.documents import Documents
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_remat
@@ -71,16 +72,25 @@ class Forecast(NamedTuple):
                 for phase in self.phases:
                     check_remat(remat, phase.layers.policies, self.config.precision.implementation)
                 yield (setting := setting._replace(remat=remat))
-        while batch % (batch_parts_of(given.mesh) * setting.accumulate * 2) == 0:
-            yield (setting := setting._replace(accumulate=setting.accumulate * 2))
+        while self._can_run(more := setting._replace(accumulate=2 * setting.accumulate)):
+            yield (setting := more)
         for _ in range(_MORE_DEVICES):
-            for axis in ("fsdp", "tensor"):
+            for axis in ("fsdp", "context", "tensor"):
                 sizes = {**setting.mesh, axis: 2 * setting.mesh[axis]}
-                parts = batch_parts_of(sizes)
-                if batch % parts == 0 and fits_mesh(self.model, self.phases, sizes):
-                    accumulate = math.gcd(setting.accumulate, batch // parts)
-                    yield (setting := setting._replace(mesh=sizes, accumulate=accumulate))
+                accumulate = math.gcd(setting.accumulate, batch // batch_parts_of(sizes) or 1)
+                if self._can_run(more := setting._replace(mesh=sizes, accumulate=accumulate)):
+                    yield (setting := more)
                     break
+
+    def _can_run(self, setting: Setting) -> bool:
+        data, sizes = self.config.data, setting.mesh
+        if data.batch_size % (batch_parts_of(sizes) * setting.accumulate):
+            return False
+        with contextlib.suppress(ValueError):
+            sequence_parts(sizes, data.batch_size // setting.accumulate, data.seq_len)
+            check_phases(sizes, self.model, self.phases)
+            return True
+        return False
 
 
 def forecast(config: Config) -> str:

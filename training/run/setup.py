@@ -63,7 +63,7 @@ from training.run.resume import (
     read_run_to_resume,
 )
 from training.run.tokens import check_tokens_of, checksum_of_data
-from training.sharding import check_batch, check_shards, make_mesh
+from training.sharding import check_batch, check_shards, make_mesh, parse_mesh
 
 # Everything that a run killed before its config.json leaves behind.
 _BEFORE_CONFIG = {HUGGINGFACE, LOCK, temporary_path(pathlib.Path(FILE)).name}
@@ -187,8 +187,8 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     --remat full keeps.
     """
     there_is = memory_there_is()
-    shards = parts_of(sizes, "embed") * sizes["tensor"]
-    needed = bytes_a_parameter(config.optimizer) * model.n_params / shards
+    parameters = model.n_params - model.n_expert_params * (1 - 1 / sizes["expert"])
+    needed = bytes_a_parameter(config.optimizer) * parameters / (parts_of(sizes, "embed") * sizes["tensor"])
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(
@@ -208,9 +208,10 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
 
 def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Phase]) -> None:
     """Raises ValueError or NotImplementedError unless the policies of all phases can run here."""
+    owners = parse_mesh(config.mesh, None)["expert"]
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
-        check_policies(model, phase.layers, config.precision.implementation)
+        check_policies(model, phase.layers, config.precision.implementation, owners)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     check_no_decay(config.optimizer, model)
@@ -341,9 +342,9 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
-        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
+        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "mask of documents": plan.documents,
         **facts(),
         "device": devices,

@@ -80,14 +80,17 @@ def find_files(patterns: Sequence[str], *, recursive: bool = False) -> list[str]
     return sorted(found)
 
 
-def below(patterns: Sequence[str]) -> list[str]:
+def below(patterns: Sequence[str], *, strict: bool = False) -> list[str]:
     """Returns the files that lie in a folder of a folder named, which `find_files` takes if it is recursive.
 
-    Folders that hold tokens, or a part of them, are left out.
+    Folders that hold tokens, or a part of them, are left out, as are links to folders, which may be circular.
+
+    Args:
+      strict: raises OSError for a folder that cannot be read. Default: it is left out.
     """
     found: set[str] = set()
     for folder in filter(os.path.isdir, _paths(patterns)):
-        for parent, folders, names in os.walk(folder):
+        for parent, folders, names in os.walk(folder, onerror=_fail if strict else None):
             folders[:] = [name for name in folders if not name.startswith(".") and ".partial" not in name]
             if parent != folder and not any(name.endswith(".idx") for name in names):
                 found.update(os.path.join(parent, name) for name in names if _is_read(name))
@@ -96,7 +99,7 @@ def below(patterns: Sequence[str]) -> list[str]:
 
 def _in_folder(folder: str, recursive: bool) -> list[str]:
     """Returns the files of a folder; see `find_files`."""
-    deeper = below([folder])
+    deeper = below([folder], strict=recursive)
     files = [file.path for file in os.scandir(folder) if not file.is_dir() and _is_read(file.name)]
     is_dataset = any(file.endswith(".parquet") for file in (*files, *deeper))
     files = [file for file in (*files, *(deeper if recursive else ())) if not (is_dataset and _is_card(file))]
@@ -109,6 +112,10 @@ def _in_folder(folder: str, recursive: bool) -> list[str]:
             f"one, such as {shlex.quote(pattern)}"
         )
     return files
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _is_read(name: str) -> bool:

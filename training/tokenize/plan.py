@@ -49,7 +49,7 @@ class TokenizeConfig:
     field: Annotated[str, tyro.conf.arg(aliases=["--column"])] = "text"
     """Field, or column of parquet files, that holds the text."""
     recursive: bool = False
-    """Also take the files in folders of --input's folders; hidden ones and folders of tokens are left out."""
+    """Also take files in folders of --input's folders, but not in hidden ones, links, and those of tokens."""
     workers: int | None = None
     """Processor cores to use. Default: all."""
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pathlib
 import random
 
@@ -221,6 +222,22 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
     assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
     found = [pathlib.Path(f).name for f in find_files([folder], recursive=True)]
     assert found == ["a.jsonl", "b.jsonl", "c.txt", "d.txt", "e.txt"]
+
+
+def test_a_folder_that_cannot_be_read_ends_a_recursive_search(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def closed(path):  # tests may run as root, who reads all
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert find_files([str(tmp_path)]) == [str(tmp_path / "a.txt")]
+    with pytest.raises(PermissionError, match="closed"):
+        find_files([str(tmp_path)], recursive=True)
 
 
 def test_a_folder_of_a_dataset_of_hugging_face(tmp_path):

@@ -88,16 +88,23 @@ def test_a_text_cannot_forge_a_special_token_unless_allowed(here, tokenizer, tmp
     assert "<|endoftext|> in 2 texts" in summary("d", record)
 
 
-def test_a_special_token_that_is_a_word_of_the_model_is_not_forged_either(here, tmp_path):
-    """Unigram and word-level models hold special tokens as pieces, which escaping does not hide."""
+@pytest.mark.parametrize("spelling", ["</s>", "\uff1c/s\uff1e"])
+def test_a_special_token_that_is_a_word_of_the_model_is_not_forged_either(here, tmp_path, spelling):
+    """Unigram and word-level models hold special tokens as pieces, which escaping does not hide.
+
+    A normalizer makes them of other texts, too, of which the end of a document is looked for.
+    """
     path = tmp_path / "words.json"
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
+    library.normalizer = tokenizers.normalizers.NFKC()
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     library.add_special_tokens(["</s>"])
     library.save(str(path))
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "a </s> a"}\n')
-    record = tokenize(TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path))
-    assert IndexedDataset(tmp_path / "d").tokens.tolist() == [0]
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{{"text": "a {spelling} a"}}\n')
+    record = tokenize(
+        TokenizeConfig((str(tmp_path / "a.jsonl"),), str(tmp_path / "d"), path, append_eod=True)
+    )
+    assert IndexedDataset(tmp_path / "d").tokens.tolist() == [0, 1]
     assert (record["left_out"], record["spelled"]) == ({"special token": 1}, {})
 
 
