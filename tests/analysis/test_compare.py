@@ -353,6 +353,7 @@ def test_gradient_norms_spikes_sqnr_and_sets_are_compared(tmp_path, capsys):
         folder = make_run(tmp_path / policy, {}, ["--policy", policy, "--steps", "40"])
         lines = [{"step": n, "loss": 4.0 - n / 100, "grad_norm": 0.5} for n in range(1, 41)]
         lines[29] |= {"loss": 5.0, "grad_norm": 12.0}
+        lines[38] |= {"loss": "nan", "grad_norm": "nan", "skipped": True}
         for step in (20, 40):
             layers = {
                 f"blocks.{i}.{kind}": {g: {"sqnr_db": decibels + i + g.startswith("w")} for g in gemms}
