@@ -259,12 +259,12 @@ def parse(argv: list[str] | None = None) -> Config:
         if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
             # The devices may be others than those at the beginning.
             default = dataclasses.replace(begun, stop_after=None, mesh=None, devices=None, distributed=False)
-            if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
-                default = dataclasses.replace(default, precision=dataclasses.replace(begun.precision, set=()))
         elif known.branch and not known.resume:
             default = _branch_of(known.branch, known.decay)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
+    if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
+        default = dataclasses.replace(default, precision=dataclasses.replace(default.precision, set=()))
     return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
 
 

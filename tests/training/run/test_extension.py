@@ -142,14 +142,15 @@ def test_an_order_that_depends_on_the_length_is_refused(tmp_path):
 def test_a_branch_of_a_run_stays_at_its_checkpoint_while_that_run_goes_on(tmp_path):
     """Also where it is resumed before it has a checkpoint of its own; devices are what there are."""
     origin, out = tmp_path / "run", tmp_path / "branch"
-    begun = parse(["--policy", "wgrad; fp8 from 0.82", "--devices", "3", "--schedule", "constant"])
+    changed = "--set", "wgrad.rhs.rounding=stochastic"
+    begun = parse(["--policy", "wgrad; fp8 from 0.82", *changed, "--devices", "3", "--schedule", "constant"])
     model = get_config("tiny")
     phases = phases_of(begun.precision, begun.steps, functools.partial(decoder.layer_policies, model))
     facts = {"source": "", "train_tokens": 9, "validation_tokens": 9, "crc32": ""}
     record = {"model": to_dict(model), "data": facts} | to_record(phases)
     (origin / "checkpoints" / "100").mkdir(parents=True)
     write_run_config(origin, record | {"config": to_json(begun)})
-    config = choose(parse(["--branch", str(origin), "--out", str(out)]), out).config
+    config = choose(parse(["--branch", str(origin), "--out", str(out), *changed]), out).config
     assert config.branch == origin / "checkpoints" / "100"
     assert config.devices is None
     out.mkdir()
