@@ -25,7 +25,7 @@ LAST = 0.05
 
 _ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "devices", "remat", "unroll"}
 _ELSEWHERE |= {"accumulate", "log_every", "checkpoint_every", "keep_checkpoints", "eval_every"}
-_ELSEWHERE |= {"spike_factor", "observe", "mlperf"}
+_ELSEWHERE |= {"spike_factor", "branch", "observe", "mlperf"}
 """Fields of a configuration that say where, how often or with which seed, not what is trained."""
 
 

@@ -98,6 +98,7 @@ def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups
     ("flags", "record", "groups"),
     [
         (["--spike-factor", "2", "--devices", "2"], {}, 1),
+        ([], {"branch": "/seed-1/checkpoints/1"}, 1),  # each seed's from its own run
         ([], {"documents": {"end": 256, "restart_positions": False}}, 2),  # older versions had no mask
     ],
 )
@@ -105,7 +106,9 @@ def test_seeds_are_one_group_if_they_train_alike(tmp_path, flags, record, groups
     one = make_run(tmp_path / "one", {1: 3.0})
     other = make_run(tmp_path / "other", {1: 3.0}, ["--seed", "1", *flags])
     path = other / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    values = json.loads(path.read_text())
+    values["config"] |= {name: record[name] for name in record if name in values["config"]}
+    path.write_text(json.dumps(record | values))
     assert len(group_by_configuration(read_runs([one, other], sequences=False))) == groups
 
 
