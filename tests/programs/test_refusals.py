@@ -86,6 +86,8 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "--eval-data a --eval_data=b",
             "--eval-data is given 2 times; write all its values after one --eval-data; see",
         ),
+        ("--mesh data=2 --mesh tensor=2", "--mesh is given 2 times; it takes one value; see"),
+        ("--z-loss 1e-320", "--z-loss must be 0 or a positive float32, got 1e-320; see"),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )
@@ -136,6 +138,15 @@ def test_each_program_suggests_its_own_flags(program, words, meant, capsys, monk
     with pytest.raises(SystemExit):
         program() if program is huggingface.main else program(words.split())
     assert f"; did you mean {meant}?; see" in capsys.readouterr().err
+
+
+def test_data_to_calibrate_on_is_not_taken_by_its_last_part_alone(capsys, monkeypatch):
+    flags = ["--calibrate", "a", "--calibrate=b"]
+    monkeypatch.setattr(sys, "argv", ["program", "export", "run", "out", *flags])
+    with pytest.raises(FlagError):
+        huggingface.main()
+    said = "--calibrate is given 2 times; it takes one value; see python -m training.huggingface --help\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_synonyms_name_flags_that_a_program_has():
