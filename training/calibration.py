@@ -40,7 +40,7 @@ def largest_inputs(
     """
     check_tokens_of(run, "--calibrate", data)
     check_tokenizer_of(run, "--calibrate", data)
-    tokens = load_held_out(data, config.vocab_size, True, seq_len)
+    tokens = load_held_out(data, config.vocab_size, True, seq_len, "--calibrate")
     seq_len = min(seq_len, max(len(tokens) - 1, 1))
     shape = DataConfig(vocab_size=config.vocab_size, batch_size=1, seq_len=seq_len)
     names, zeros = linear_layers(config), jnp.zeros(config.n_layers)
