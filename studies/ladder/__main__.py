@@ -29,6 +29,7 @@ from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
 from training.files import absolute_path
 from training.process.environment import enable_compilation_cache, input_errors
+from training.ranges import at_most, check_ranges
 
 
 def run(
@@ -63,8 +64,9 @@ def run(
         Hugging Face's config.json or of DecoderConfig.
     """
     with input_errors():
-        if workers < 1 or not (minutes is None or minutes > 0):
-            raise ValueError(f"--workers and --minutes are positive, got {workers} and {minutes}")
+        check_ranges({"workers": workers}, {"workers": at_most(1024)})
+        if not (minutes is None or minutes > 0):
+            raise ValueError(f"--minutes must be positive, got {minutes}")
         studies = {name: _cells_of(name, seeds, model_config) for name in study.split(",")}
         if workers > 1:
             sys.exit(_run_workers(workers))

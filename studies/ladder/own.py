@@ -160,9 +160,10 @@ def _cell(raw: Any, like: Cell, folder: pathlib.Path) -> Cell:
         raise ValueError(f"a cell is a policy or an object with a name and a policy, got {raw!r:.80}")
     _check_fields(raw, _CELL, "a cell")
     name, layers = raw["name"], raw.get("layers", [])
-    if not re.fullmatch(r"[\w+-]+", name) or name in {*policies(), *RECIPES}:
+    if not re.fullmatch(r"[\w+-]{1,99}", name) or name in {*policies(), *RECIPES}:
         raise ValueError(
-            f"{name!r} cannot name a recipe of your own: take letters, digits and -, and no policy's name"
+            f"{name!r} cannot name a recipe of your own: take at most 99 letters, digits "
+            "and -, and no policy's name"
         )
     if not all(isinstance(rule, str) for rule in layers):
         raise ValueError(f"{name}: layers is a list of texts, as for --layers")

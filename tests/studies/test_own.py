@@ -86,6 +86,7 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
             ({"lengths": lengths}, '"lengths" is a list of positive numbers other than 1')
             for lengths in ([1], [math.inf], [1e-320], [2**4000], [1e30], [0.5, 0.5], [True])
         ),
+        ({"cells": [OWN | {"name": "a" * 300}]}, "take at most 99 letters"),
         ({"lengths": {}}, "lengths of a study must be a list, got {}"),
         ({"model": []}, "model of a study must be a text, got []"),
         ({"protocol": {"like": []}}, "like of a protocol must be a text, got []"),
@@ -123,6 +124,12 @@ def test_a_study_without_data_leaves_no_folder(write, tmp_path):
     with pytest.raises(SystemExit, match=r"none\.idx: no such file"):
         program.run(str(write()), out=tmp_path / "runs", data=str(tmp_path / "none"))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 2**40])
+def test_workers_are_bounded(write, tmp_path, workers):
+    with pytest.raises(SystemExit, match="--workers must be at least 1 and at most 1,024, got"):
+        program.run(str(write()), out=tmp_path / "runs", workers=workers)
 
 
 @pytest.mark.parametrize("text", ["15-8", "-3", "a", "1-", "0", "8 - 9", "999999999", "0-99999"])
