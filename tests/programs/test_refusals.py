@@ -190,14 +190,18 @@ def test_a_policy_file_that_does_anything_else_is_one_line(text, tmp_path, code,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_inside_its_text_is_refused(text, tmp_path):
-    """Its records would become text of the next start."""
+def test_a_run_inside_its_text_or_another_run_is_refused(text, tmp_path):
+    """Its records would become text of the next start, or be set aside as a damaged checkpoint."""
     (tmp_path / "texts").mkdir()
     shutil.copy(text, tmp_path / "texts")
     inside = tmp_path / "texts" / "run"
     for flags in (["--data", tmp_path / "texts"], ["--data", text, "--eval-data", tmp_path / "texts"]):
         said = error_of(*flags, "--out", inside)
         assert f"--out {inside} lies in {flags[-2]} {tmp_path / 'texts'}, so that the run would" in said
+    assert not inside.exists()
+    write_run_config(tmp_path, {})
+    inside = tmp_path / "checkpoints" / "7"
+    assert f"--out {inside} lies among the checkpoints of a run" in error_of("--data", text, "--out", inside)
     assert not inside.exists()
     check_apart(DataConfig((str(tmp_path / "texts"),)), tmp_path / "texts" / ".runs" / "run")  # not read
 
