@@ -49,7 +49,7 @@ def train(config: Config) -> Evaluation:
     enable_compilation_cache()
     if config.plan:
         with input_errors(), output_errors():
-            start_jax()
+            start_jax(config.devices)
             print(forecast(config))
         return {}
     with Run.open(config) as run:  # checks, locks and reads the folder; joins the other processes

@@ -29,11 +29,12 @@ from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, b
 from training.files import absolute_path
 from training.flag_names import suggestion
 from training.process.start import output_errors, program_name
+from training.ranges import COUNT
 
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
 _CHANGE = re.compile(r"[\w*]+\.[\w.*]+=")  # of a field of a policy
-_DATA = {"data", "eval_data"}  # fields that name data, which a user may take for lists
+_ONCE = {"data", "eval_data", "calibrate", "mesh"}  # texts that a user may take for lists
 _UNKNOWN = "Unrecognized options: "
 _STRAY = re.compile(f"{_UNKNOWN}([^-\\s]\\S*)")
 _SUGGESTION = "; did you mean "
@@ -139,10 +140,14 @@ def _without_value(words: Sequence[str], stray: str) -> str:
     return ""
 
 
-def check_lists(config: type[Any], argv: Sequence[str], program: str | None = None) -> None:
+def check_lists(config: Callable[..., Any], argv: Sequence[str], program: str | None = None) -> None:
     """Refuses lists and names of data that are given twice, of which tyro takes the last.
 
     And --set with two changes, of which it takes the second for an argument of its own.
+
+    Args:
+      config: the dataclass whose fields the flags are, or the function whose arguments they are.
+      argv, program: see `flags`.
     """
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag, is_list in _given_once(config):
@@ -154,15 +159,17 @@ def check_lists(config: type[Any], argv: Sequence[str], program: str | None = No
             raise refusal(f"--set takes one change; write --set before {word!r} too", program)
 
 
-def _given_once(config: type[Any]) -> Iterator[tuple[str, bool]]:
-    """Yields the flags of a dataclass, and of those in it, that are lists or name data, and which it is."""
+def _given_once(config: Callable[..., Any]) -> Iterator[tuple[str, bool]]:
+    """Yields the flags that are given once, also of dataclasses in `config`, and whether each is a list."""
     for name, hint in typing.get_type_hints(config, include_extras=True).items():
+        if name == "return":
+            continue
         extras = getattr(hint, "__metadata__", ())
         plain: Any = hint.__origin__ if extras else hint
         is_list = typing.get_origin(plain) is tuple
         if dataclasses.is_dataclass(plain):
             yield from _given_once(cast(type[Any], plain))
-        elif (is_list and tyro.conf.UseAppendAction not in extras) or name in _DATA:
+        elif (is_list and tyro.conf.UseAppendAction not in extras) or name in _ONCE:
             yield f"--{name.replace('_', '-')}", is_list
 
 
@@ -277,7 +284,7 @@ def _begun_run(folder: pathlib.Path) -> Config | None:
 def _branch_of(path: pathlib.Path, decay: int | None) -> Config:
     from training.run.resume import branch_defaults
 
-    return branch_defaults(path, None if decay is None or decay < 1 else decay)  # tyro reports errors better
+    return branch_defaults(path, decay if decay is not None and COUNT.contains(decay) else None)
 
 
 def check_flags() -> None:

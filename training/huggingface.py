@@ -45,11 +45,12 @@ from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
+from models.received import read_text
 from mxjax import Operand, get_policy
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy.layers import LayerPolicies
 from training.calibration import largest_inputs
-from training.command_line import flags
+from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
 from training.model_card import EndToken, end_token, model_card
@@ -69,9 +70,12 @@ PROGRAM = "python -m training.huggingface"
 def main() -> None:
     """Runs the command line."""
     jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
-    commands = {"import": _later(import_checkpoint), "export": _later(export_checkpoint)}
+    commands = {"import": import_checkpoint, "export": export_checkpoint}
+    if (command := commands.get("".join(sys.argv[1:2]))) is not None:
+        check_lists(command, sys.argv, PROGRAM)
+    later = {name: _later(command) for name, command in commands.items()}
     parse = tyro.extras.subcommand_cli_from_dict
-    run = flags(lambda words: parse(commands, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
+    run = flags(lambda words: parse(later, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
     with unwinding_signals(), input_errors():
         start_jax()
         config = run()
@@ -174,7 +178,9 @@ def export_checkpoint(
     """
     check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
     run, target = absolute_path(run), absolute_path(target)
-    _check_format_flags(quantize, dtype, scale_rule, activations, calibrate, chat_template)
+    calibrate = calibrate and str(absolute_path(calibrate))
+    template = None if chat_template is None else _template(absolute_path(chat_template))
+    _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
     at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
@@ -202,8 +208,8 @@ def export_checkpoint(
             others = names_of_others(config, packing.operands)
             raw |= {"quantization_config": packing.layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
-        if chat_template is not None:
-            shutil.copyfile(chat_template, folder / "chat_template.jinja")
+        if template is not None:
+            (folder / "chat_template.jinja").write_bytes(template.encode())
         if quantize == "gguf":
             library, file = importlib.import_module("gguf"), folder / "model.gguf"
             write_gguf(library, file, config, params, packing.operands, raw)
@@ -252,7 +258,6 @@ def _check_format_flags(
     scale_rule: ScaleRule | None,
     activations: bool,
     calibrate: str | None,
-    chat_template: pathlib.Path | None,
 ) -> None:
     """Raises ValueError for flags of an export that have no effect or cannot be."""
     if quantize is None and (scale_rule is not None or activations):
@@ -268,10 +273,16 @@ def _check_format_flags(
         )
     if quantize == "gguf" and activations:
         raise ValueError("--activations is not for --quantize gguf: llama.cpp rounds activations to 8 bits")
-    if chat_template is not None and not chat_template.is_file():
-        raise ValueError(f"--chat-template {chat_template}: no such file")
     if quantize == "gguf":
         check_extra("serving", "--quantize gguf", "gguf")
+
+
+def _template(path: pathlib.Path) -> str:
+    """Returns the chat template in a file; raises ValueError if it holds none."""
+    name = f"--chat-template {path}"
+    if path.is_dir() or not path.exists():
+        raise ValueError(f"{name}: no such file")
+    return read_text(path, name)
 
 
 def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:

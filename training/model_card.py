@@ -1,11 +1,11 @@
 """The model card of an export, and the token ids at which generation ends."""
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from models.huggingface.architectures import ARCHITECTURES, model_type
+from models.received import read_json
 from training.command_line import command_of
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
@@ -27,12 +27,12 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
         return EndToken(END_OF_DOCUMENT, None) if vocab_size == VOCAB_SIZE else None
     for prefix in data:
         record = pathlib.Path(f"{prefix}.json")
-        if not record.is_file():
+        if not record.exists():
             continue
         try:
-            found = json.loads(record.read_bytes())
+            found = read_json(record)
         except ValueError as error:
-            raise ValueError(f"{record} is damaged ({error}); tokenize the data again") from None
+            raise ValueError(f"{error}; or tokenize the data again") from None
         eod = found.get("eod_id") if isinstance(found, dict) else None
         if isinstance(eod, int) and 0 <= eod < vocab_size:
             return EndToken(eod, found.get("eod"))

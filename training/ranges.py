@@ -23,7 +23,7 @@ COUNT = Range("at least 1 and less than 2**31", lambda n: 1 <= n < 2**31)
 SEED = Range("from 0 to 2**32 - 1", lambda n: 0 <= n < 2**32)
 POSITIVE = Range("a positive float32", lambda x: _SMALLEST <= x <= _LARGEST)
 POSITIVE_OR_INF = Range("a positive float32, or inf", lambda x: POSITIVE.contains(x) or x == math.inf)
-NOT_NEGATIVE = Range("a float32 of at least 0", lambda x: 0 <= x <= _LARGEST)
+NOT_NEGATIVE = Range("0 or a positive float32", lambda x: x == 0 or POSITIVE.contains(x))
 FINITE = Range("finite", lambda x: abs(x) <= sys.float_info.max)  # of 10**400 isfinite raises
 DECAY = Range("at least 0 and in float32 less than 1", lambda x: 0 <= x < 1 and bool(np.float32(x) < 1))
 

@@ -9,6 +9,7 @@ in checkpoints.
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from mxjax.products.implementations import Implementation
 from mxjax.runtime.devices import current_target
 from training.step import TrainState, init_state
 
+_MOST_DEVICES = 2**20  # the sizes of other meshes are tried one by one
+
 
 def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     """Returns the size of each mesh axis, e.g. of "fsdp=4,tensor=2"; None is fsdp over all devices.
@@ -39,20 +42,23 @@ def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
     Without a number of devices a text may name any.
 
     Raises:
-      ValueError: malformed text, or sizes that do not multiply to the number of devices.
+      ValueError: malformed text, or sizes that multiply to another number of devices or to more than 2**20.
     """
     if text is None:
         return dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices or 1}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
-        if name not in MESH_AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"--mesh takes AXIS=SIZE,..., of the axes {', '.join(MESH_AXES)}; got {part!r}")
+        if name not in MESH_AXES or not re.fullmatch("[1-9][0-9]{0,12}", size):
+            axes = ", ".join(MESH_AXES)
+            raise ValueError(f"--mesh takes AXIS=SIZE,..., of the axes {axes}; got {part!r:.60}")
         if name in sizes:
             raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
         sizes[name] = int(size)
     sizes = {name: sizes.get(name, 1) for name in MESH_AXES}
-    if (product := math.prod(sizes.values())) != devices and devices is not None:
+    if (product := math.prod(sizes.values())) > _MOST_DEVICES:
+        raise ValueError(f"--mesh {text} is for {product:,} devices; name at most {_MOST_DEVICES:,}")
+    if product != devices and devices is not None:
         raise ValueError(
             f"--mesh {text} is for {product} devices and there are {devices}; choose sizes that multiply to "
             f"{devices}, e.g. --mesh fsdp={devices}, or leave --mesh out; --devices {product} divides a CPU"

@@ -6,6 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from training.memory import gib
 
+BEGINNING = (
+    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+)
+"""The first lines of every page."""
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #59636e; --rule: #d5dae0; --back: #ffffff;
   --panel: #f5f7f9; --c0: #0b5fc0; --c1: #b8420c; --c2: #23803f; --c3: #7c3aa8; --warm: 11 95 192; }
@@ -70,9 +75,7 @@ footer { margin-top: 2.5rem; color: var(--soft); font-size: .85rem; }
 def page(title: str, lead: str, body: Iterable[str], foot: str) -> str:
     """Returns a whole page; `lead` is below its title. `body` and `foot` are HTML."""
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"{BEGINNING}<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n{lead}\n"
         + "\n".join(body)
         + f"\n<footer>{foot}</footer>\n</body>\n</html>\n"

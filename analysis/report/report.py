@@ -11,7 +11,7 @@ import tyro
 
 from analysis.report import sections
 from analysis.report.comparison import comparison
-from analysis.report.page import page
+from analysis.report.page import BEGINNING, page
 from analysis.report.read import ReportedRun, read
 from analysis.restore import restore
 from analysis.sample import SampleConfig, generate_text
@@ -40,23 +40,16 @@ class ReportConfig:
         check_ranges(vars(self), {"tokens": COUNT})
         if not self.runs:
             raise ValueError("name the folder of a run")
-        if self.out.is_dir():
-            raise ValueError(
-                f"--out {self.out} is a folder; name a file in it, as {self.out / 'report.html'}"
-            )
-        if not self.out.parent.exists():
-            raise ValueError(
-                f"--out {self.out}: there is no folder {self.out.parent}; make it: "
-                f"mkdir -p {shlex.quote(os.path.realpath(self.out.parent))}"
-            )
 
 
 def report(arguments: ReportConfig) -> dict[str, Any]:
     """Writes the report; returns its path, the runs, and the number of samples.
 
     Raises:
-      ValueError: a folder holds no run, or one without steps; or samples cannot be generated.
+      ValueError: a folder holds no run, or one without steps; samples cannot be generated; or --out is a
+        file that is no report, or has no folder.
     """
+    _check_out(arguments.out)
     runs = read(arguments.runs)
     texts = _samples(arguments)
     write_atomically(arguments.out, render(runs, texts, arguments))
@@ -64,6 +57,26 @@ def report(arguments: ReportConfig) -> dict[str, Any]:
         with output_errors():
             print(arguments.out, flush=True)
     return {"out": str(arguments.out), "runs": [run.name for run in runs], "samples": len(texts)}
+
+
+def _check_out(path: pathlib.Path) -> None:
+    """Raises ValueError unless a report may be written here: where nothing is, or over a report."""
+    if os.path.isdir(path):
+        raise ValueError(f"--out {path} is a folder; name a file in it, as {path / 'report.html'}")
+    if not os.path.isdir(path.parent):
+        raise ValueError(
+            f"--out {path}: there is no folder {path.parent}; make it: "
+            f"mkdir -p {shlex.quote(os.path.realpath(path.parent))}"
+        )
+    if os.path.lexists(path) and not _is_report(path):
+        raise ValueError(f"--out {path} exists and is no report; name another file")
+
+
+def _is_report(path: pathlib.Path) -> bool:
+    if not os.path.isfile(path):
+        return False
+    with path.open("rb") as file:
+        return file.read(len(BEGINNING)) == BEGINNING.encode()
 
 
 def render(runs: list[ReportedRun], texts: list[tuple[str, str]], arguments: ReportConfig) -> str:

@@ -171,6 +171,11 @@ class PackedReader(Reader):
         if module not in self._packed:
             return super().read(name)
         packed, scales, *divisor = (super(PackedReader, self).read(n) for n in self._packed[module])
+        if divisor and not 0 < divisor[0][0] < np.inf:  # it would negate or clear the matrix, or make it NaN
+            raise ValueError(
+                f"{self._packed[module][-1]} must be positive and finite, got {divisor[0][0]}; download the "
+                "weights again"
+            )
         return QuantizedWeight.unpacked(packed, scales.view(np.uint8), *(d[0] for d in divisor)).values()
 
     def _join(self, module: str) -> None:

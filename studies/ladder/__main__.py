@@ -29,6 +29,7 @@ from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
 from training.files import absolute_path
 from training.process.environment import enable_compilation_cache, input_errors
+from training.ranges import at_most, check_ranges
 
 
 def run(
@@ -63,8 +64,9 @@ def run(
         Hugging Face's config.json or of DecoderConfig.
     """
     with input_errors():
-        if workers < 1 or not (minutes is None or minutes > 0):
-            raise ValueError(f"--workers and --minutes are positive, got {workers} and {minutes}")
+        check_ranges({"workers": workers}, {"workers": at_most(1024)})
+        if not (minutes is None or minutes > 0):
+            raise ValueError(f"--minutes must be positive, got {minutes}")
         studies = {name: _cells_of(name, seeds, model_config) for name in study.split(",")}
         if workers > 1:
             sys.exit(_run_workers(workers))
@@ -87,6 +89,9 @@ def run(
             sys.exit("interrupted; the same command trains what is missing")
 
 
+_MOST_SEEDS = 10_000  # the file of each is looked for
+
+
 def _cells_of(study: str, seeds: str | None, model_config: pathlib.Path | None) -> tuple[Cell, ...]:
     """Returns the cells of a study, or of a file of cells, with these seeds and this model.
 
@@ -96,9 +101,10 @@ def _cells_of(study: str, seeds: str | None, model_config: pathlib.Path | None) 
     if study not in STUDIES and not study.endswith(".json"):
         raise ValueError(f"unknown study {study}; the studies are {', '.join(STUDIES)}, or a file, NAME.json")
     is_file = study not in STUDIES
-    cells = own.read_study(absolute_path(study)) if is_file else STUDIES[study]
-    if model_config is not None:
-        cells = tuple(own.with_model(cell, absolute_path(model_config)) for cell in cells)
+    model = None if model_config is None else absolute_path(model_config)
+    cells = own.read_study(absolute_path(study), model) if is_file else STUDIES[study]
+    if model is not None and not is_file:
+        cells = tuple(own.with_model(cell, model) for cell in cells)
     if seeds is None:
         return cells
     wanted = _seeds(seeds)
@@ -110,12 +116,14 @@ def _cells_of(study: str, seeds: str | None, model_config: pathlib.Path | None) 
 def _seeds(text: str) -> int | range:
     """Returns the number of seeds, or the seeds themselves, that --seeds names."""
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
-    count = int(found[1]) if found else 0
-    if found and found[2] and int(found[2]) >= count:
-        return range(count, int(found[2]) + 1)
-    if not count or (found and found[2]):
-        raise ValueError(f"--seeds takes their number, as 8, or the first and the last, as 8-15; got {text}")
-    return count
+    first, last = (int(found[1]), int(found[2] or -1)) if found else (0, -1)
+    wanted = range(first, last + 1) if last >= 0 else range(first)
+    if not 1 <= len(wanted) <= _MOST_SEEDS:
+        raise ValueError(
+            "--seeds takes their number, as 8, or the first and the last, as 8-15, and at most "
+            f"{_MOST_SEEDS:,}; got {text}"
+        )
+    return wanted if last >= 0 else first
 
 
 def _run_workers(count: int) -> int:

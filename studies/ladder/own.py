@@ -14,6 +14,7 @@ further fp8 runs, relative to a cell's, by which a loss is counted in tokens. fp
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -24,6 +25,7 @@ from typing import Any
 
 from analysis import statistics as token_ratios
 from analysis.statistics import paired_difference
+from models import decoder
 from models.configs import CONFIGS
 from models.received import read_object
 from mxjax.numerics.scales import ScaleRule
@@ -45,24 +47,28 @@ from studies.ladder.tables import interval, number
 from studies.ladder.token_tables import is_constant, lengths_of, overhead_with_interval, reached_later
 from studies.ladder.train import run_path
 from studies.ladder.whole_runs import changes_program, check_protocol
-from training.config import parse_rules
-from training.deoscillation import parse_deoscillation
-from training.policy_source import load_policy
+from training.config import PrecisionConfig
+from training.optimizer.optimizers import check_optimizer
+from training.phases import phases_of
 
 SEEDS = 4
 """Seeds of each cell, unless --seeds says otherwise."""
 LENGTHS = (0.65, 0.8, 0.9, 1.1)
 """Lengths of further fp8 runs: where the cost of MXFP4 and the gain of a good recipe lie."""
-_FIELDS = {"protocol", "cells", "model", "lengths"}
-_CELL = {"name", "policy", "layers", "deoscillate"}
+_FIELDS = {"protocol": str | dict, "cells": list, "model": str, "lengths": list}
+_CELL = {"name": str, "policy": str, "layers": list, "deoscillate": str | None}
+_JSON_TYPES = {str: "a text", list: "a list", str | dict: "a text or an object", str | None: "a text"}
 _RULES = "|".join(typing.get_args(ScaleRule))
 _WITH_RULES = re.compile(rf"(\w+)\.((?:{_RULES})(?:-(?:{_RULES})){{0,2}})")
 _FILE = re.compile(r"[^\s;=]+\.(?:json|py:\w+)(?=$|[\s;])")
 
 
-def read_study(path: pathlib.Path) -> tuple[Cell, ...]:
+def read_study(path: pathlib.Path, model_config: pathlib.Path | None = None) -> tuple[Cell, ...]:
     """Returns the cells of a file, fp8 and its further lengths among them.
 
+    Args:
+      path: the file.
+      model_config: the shape of another model than the study's, see `with_model`.
     Raises:
       ValueError: the file is no study, or a policy, model or protocol in it is none; the message names it.
     """
@@ -71,11 +77,13 @@ def read_study(path: pathlib.Path) -> tuple[Cell, ...]:
         _check_fields(raw, _FIELDS, "a study")
         name, training = _protocol(raw.get("protocol", "tuned-60m"), path.stem)
         model, texts = raw.get("model", "60m"), raw.get("cells")
-        if not isinstance(texts, list) or not texts:
+        if not texts:
             raise ValueError(
                 '"cells" is a list of policies, their files, or objects with a name and a policy'
             )
         first = Cell(BASELINE, "", model, name, SEEDS, training=training)
+        if model_config is not None:
+            first = with_model(first, model_config)
         cells = [first, *(_cell(each, first, path.parent) for each in texts if each != BASELINE)]
         names = [cell.name for cell in cells]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -88,11 +96,16 @@ def read_study(path: pathlib.Path) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def _check_fields(raw: Mapping[str, Any], known: set[str], what: str) -> None:
-    if unknown := sorted(set(raw) - known):
+def _check_fields(raw: Mapping[str, Any], types: Mapping[str, Any], what: str) -> None:
+    """Raises ValueError for a field that is unknown, or of another type than these."""
+    if unknown := sorted(set(raw) - set(types)):
         raise ValueError(
-            f"{what} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}"
+            f"{what} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(types))}"
         )
+    for name, value in raw.items():
+        if not isinstance(value, types[name]):
+            kind = _JSON_TYPES[types[name]]
+            raise ValueError(f"{name} of {what} must be {kind}, got {value!r:.80}")
 
 
 def _protocol(raw: Any, stem: str) -> tuple[str, Protocol | None]:
@@ -103,9 +116,9 @@ def _protocol(raw: Any, stem: str) -> tuple[str, Protocol | None]:
             raise ValueError(f"unknown protocol {raw!r}; {names}")
         return raw, None
     fields = {field.name: field for field in dataclasses.fields(Protocol)}
-    if not isinstance(raw, dict) or raw.get("like", "tuned-60m") not in PROTOCOLS:
+    _check_fields(raw, {"like": str, **dict.fromkeys(fields, object)}, "a protocol")
+    if raw.get("like", "tuned-60m") not in PROTOCOLS:
         raise ValueError(f'"protocol" is a name or an object whose "like" is one; {names}')
-    _check_fields(raw, {"like", *fields}, "a protocol")
     if stem in PROTOCOLS or not re.fullmatch(r"[\w-]+", stem):
         raise ValueError(
             f"name the file otherwise, by letters, digits and -: {stem!r} is no new protocol's name"
@@ -144,19 +157,16 @@ def _cell(raw: Any, like: Cell, folder: pathlib.Path) -> Cell:
         if not is_file:
             return dataclasses.replace(like, policy=raw)
         raw = {"name": re.sub(r".*:|\.json$", "", os.path.basename(raw)), "policy": raw}
-    if (
-        not isinstance(raw, dict)
-        or not isinstance(raw.get("name"), str)
-        or not isinstance(raw.get("policy"), str)
-    ):
+    if not isinstance(raw, dict) or not {"name", "policy"} <= raw.keys():
         raise ValueError(f"a cell is a policy or an object with a name and a policy, got {raw!r:.80}")
     _check_fields(raw, _CELL, "a cell")
     name, layers = raw["name"], raw.get("layers", [])
-    if not re.fullmatch(r"[\w+-]+", name) or name in {*policies(), *RECIPES}:
+    if not re.fullmatch(r"[\w+-]{1,99}", name) or name in {*policies(), *RECIPES}:
         raise ValueError(
-            f"{name!r} cannot name a recipe of your own: take letters, digits and -, and no policy's name"
+            f"{name!r} cannot name a recipe of your own: take at most 99 letters, digits "
+            "and -, and no policy's name"
         )
-    if not isinstance(layers, list) or not all(isinstance(rule, str) for rule in layers):
+    if not all(isinstance(rule, str) for rule in layers):
         raise ValueError(f"{name}: layers is a list of texts, as for --layers")
     located = [_located(text, folder) for text in (raw["policy"], *layers)]
     recipe = RunRecipe(located[0], tuple(located[1:]), raw.get("deoscillate"))
@@ -168,11 +178,16 @@ def _located(text: str, folder: pathlib.Path) -> str:
     return _FILE.sub(lambda found: str(folder.absolute() / os.path.expanduser(found[0])), text)
 
 
-def _lengths(raw: Any, first: Cell) -> list[Cell]:
+def _lengths(raw: Sequence[Any], first: Cell) -> list[Cell]:
     """Returns the further fp8 runs; none if the rate is all but constant, where P1 needs none."""
-    if not isinstance(raw, list) or not all(isinstance(m, int | float) and 0 < m != 1 for m in raw):
-        raise ValueError('"lengths" is a list of positive numbers other than 1')
     protocol = protocol_of(first)
+    numbers = [m for m in raw if isinstance(m, int | float) and not isinstance(m, bool)]
+    fits = all(m > 0 and m != 1 and 1 <= m * protocol.steps < 2**31 for m in numbers)
+    if len(numbers) < len(raw) or not fits or len({f"{m:g}" for m in numbers}) < len(raw):
+        raise ValueError(
+            '"lengths" is a list of positive numbers other than 1, each once, that make less than 2**31 of '
+            f"{protocol.steps:,} steps"
+        )
     if protocol.horizon is not None:
         return []
     return [
@@ -194,12 +209,11 @@ def _check(cell: Cell) -> None:
             f"unknown model {cell.model!r}; name one of {', '.join(CONFIGS)}, or give --model-config"
         )
     policy_of(cell)
-    if cell.recipe is not None:
-        parse_rules(cell.recipe.layers)
-        for part in cell.recipe.policy.split(";"):
-            load_policy(part.partition(" from ")[0].strip())
-        if (snapped := cell.recipe.deoscillate) is not None:
-            parse_deoscillation(str(snapped))
+    if (recipe := cell.recipe) is not None:
+        precision = PrecisionConfig(recipe.policy, layers=recipe.layers)
+        layers = functools.partial(decoder.layer_policies, model_of(cell))
+        phases = phases_of(precision, protocol_of(cell).steps, layers)
+        check_optimizer(recipe.deoscillate, [phase.layers for phase in phases])
     if changes_program(cell):
         check_protocol(cell)
 

@@ -73,9 +73,9 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
 
     Skips cells that another process is training. A cell is compiled while the one before it trains.
     """
-    settings.out.mkdir(parents=True, exist_ok=True)
     data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     corpus = load_megatron(data, VOCABULARY)
+    settings.out.mkdir(parents=True, exist_ok=True)
     wanted, left = sum(cell.seeds for cell in cells), sum(len(missing_seeds(settings.out, c)) for c in cells)
     print(f"{settings.study}: {left} of {wanted} runs left", flush=True)
     _warn_of_other_data(cells, settings.out, corpus.facts["crc32"])

@@ -149,8 +149,16 @@ def test_what_is_not_on_record_is_left_out_with_how_to_get_it(runs, tmp_path):
     (base / "metrics.jsonl").write_text("".join(f'{{"step": {r["step"]}, "loss": 2}}\n' for r in records))
     write(base, "--out", tmp_path / "r.html")  # of a version without durations
     assert "first step" not in (tmp_path / "r.html").read_text()
+    write(base, "--out", tmp_path / "r.html")  # over a report
     with pytest.raises(SystemExit, match="holds no run"):
         write(tmp_path, "--out", tmp_path / "r.html")
+    saved = (base / "config.json").read_bytes()
+    for out in (base / "config.json", "/dev/null"):
+        with pytest.raises(SystemExit, match=f"--out {out} exists and is no report; name another file"):
+            write(base, "--out", out)
+    with pytest.raises(SystemExit, match=r"a{300}.*: File name too long"):
+        write(base, "--out", tmp_path / ("a" * 300))
+    assert (base / "config.json").read_bytes() == saved
     (base / "metrics.jsonl").unlink()
     with pytest.raises(SystemExit, match="has no step on record"):
         write(base, "--out", tmp_path / "r.html")

@@ -86,6 +86,8 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "--eval-data a --eval_data=b",
             "--eval-data is given 2 times; write all its values after one --eval-data; see",
         ),
+        ("--mesh data=2 --mesh tensor=2", "--mesh is given 2 times; it takes one value; see"),
+        ("--z-loss 1e-320", "--z-loss must be 0 or a positive float32, got 1e-320; see"),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )
@@ -138,6 +140,15 @@ def test_each_program_suggests_its_own_flags(program, words, meant, capsys, monk
     assert f"; did you mean {meant}?; see" in capsys.readouterr().err
 
 
+def test_data_to_calibrate_on_is_not_taken_by_its_last_part_alone(capsys, monkeypatch):
+    flags = ["--calibrate", "a", "--calibrate=b"]
+    monkeypatch.setattr(sys, "argv", ["program", "export", "run", "out", *flags])
+    with pytest.raises(FlagError):
+        huggingface.main()
+    said = "--calibrate is given 2 times; it takes one value; see python -m training.huggingface --help\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_synonyms_name_flags_that_a_program_has():
     flags = {
         f"--{name.replace('_', '-')}"
@@ -179,14 +190,18 @@ def test_a_policy_file_that_does_anything_else_is_one_line(text, tmp_path, code,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_inside_its_text_is_refused(text, tmp_path):
-    """Its records would become text of the next start."""
+def test_a_run_inside_its_text_or_another_run_is_refused(text, tmp_path):
+    """Its records would become text of the next start, or be set aside as a damaged checkpoint."""
     (tmp_path / "texts").mkdir()
     shutil.copy(text, tmp_path / "texts")
     inside = tmp_path / "texts" / "run"
     for flags in (["--data", tmp_path / "texts"], ["--data", text, "--eval-data", tmp_path / "texts"]):
         said = error_of(*flags, "--out", inside)
         assert f"--out {inside} lies in {flags[-2]} {tmp_path / 'texts'}, so that the run would" in said
+    assert not inside.exists()
+    write_run_config(tmp_path, {})
+    inside = tmp_path / "checkpoints" / "7"
+    assert f"--out {inside} lies among the checkpoints of a run" in error_of("--data", text, "--out", inside)
     assert not inside.exists()
     check_apart(DataConfig((str(tmp_path / "texts"),)), tmp_path / "texts" / ".runs" / "run")  # not read
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ CELLS = [
     "recipes.py:mine",
     {"name": "healed", "policy": "own.json; fp8 from 0.82", "layers": ["head=own.json", "blocks[0].*=bf16"]},
 ]
+OWN = {"name": "a", "policy": "own.json"}
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
 
 
@@ -84,7 +86,19 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
         ({"protocol": {"optimizer": "adam"}}, "protocol: optimizer cannot be 'adam'"),
         ({"protocol": {"lr": True}}, "protocol: lr cannot be True"),
         ({"protocol": {"steps": 10}}, "20 evaluations and a warm-up of 150 steps do not fit in 10 steps"),
-        ({"lengths": [1]}, '"lengths" is a list of positive numbers other than 1'),
+        *(
+            ({"lengths": lengths}, '"lengths" is a list of positive numbers other than 1')
+            for lengths in ([1], [math.inf], [1e-320], [2**4000], [1e30], [0.5, 0.5], [True])
+        ),
+        ({"cells": [OWN | {"name": "a" * 300}]}, "take at most 99 letters"),
+        ({"lengths": {}}, "lengths of a study must be a list, got {}"),
+        ({"model": []}, "model of a study must be a text, got []"),
+        ({"protocol": {"like": []}}, "like of a protocol must be a text, got []"),
+        ({"cells": [OWN | {"deoscillate": 5}]}, "deoscillate of a cell must be a text, got 5"),
+        ({"cells": [OWN | {"deoscillate": "1:99999999999:1"}]}, "--deoscillate takes RATIO:PERIOD:START"),
+        ({"cells": [OWN | {"policy": "wgrad; fp8 from inf"}]}, "--policy 'wgrad; fp8 from inf'"),
+        ({"cells": [OWN | {"policy": "wgrad; fp8 from 1099511627776"}]}, "--policy 'wgrad; fp8 from"),
+        ({"cells": [OWN | {"layers": ["blocks[12].*=fp8"]}]}, "blocks[12]"),
     ],
 )
 def test_a_wrong_file_is_one_line(write, tmp_path, fields, said):
@@ -110,7 +124,19 @@ def test_seeds_are_a_number_or_named(write, text, seeds):
     assert ladder[0].seed_numbers == {"8-15": range(8, 16), None: range(8)}.get(text, seeds)
 
 
-@pytest.mark.parametrize("text", ["15-8", "-3", "a", "1-", "0", "8 - 9"])
+def test_a_study_without_data_leaves_no_folder(write, tmp_path):
+    with pytest.raises(SystemExit, match=r"none\.idx: no such file"):
+        program.run(str(write()), out=tmp_path / "runs", data=str(tmp_path / "none"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 2**40])
+def test_workers_are_bounded(write, tmp_path, workers):
+    with pytest.raises(SystemExit, match="--workers must be at least 1 and at most 1,024, got"):
+        program.run(str(write()), out=tmp_path / "runs", workers=workers)
+
+
+@pytest.mark.parametrize("text", ["15-8", "-3", "a", "1-", "0", "8 - 9", "999999999", "0-99999"])
 def test_other_seeds_are_refused(text):
     with pytest.raises(ValueError, match="--seeds takes their number, as 8, or the first and the last"):
         program._cells_of("ladder-60m", text, None)

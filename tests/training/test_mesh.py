@@ -99,6 +99,8 @@ def test_a_mesh_is_written_as_sizes(text, sizes):
         ("fsdp", "takes AXIS=SIZE"),
         ("fsdp=0", "takes AXIS=SIZE"),
         ("fsdp=2,fsdp=4", "names fsdp twice"),
+        ("fsdp=" + "9" * 5000, "takes AXIS=SIZE"),
+        ("fsdp=2,context=1048576", "is for 2,097,152 devices; name at most 1,048,576"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_an_error(text, message):

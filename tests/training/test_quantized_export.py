@@ -178,7 +178,10 @@ def test_unrepresentable_fprops_are_refused():
         ({"quantize": "gguf", "activations": True}, "is not for --quantize gguf"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
         ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
-        ({"quantize": "nvfp4", "activations": True, "calibrate": "/none"}, "--calibrate /none: no such file"),
+        (
+            {"quantize": "nvfp4", "activations": True, "calibrate": "~/none"},
+            "--calibrate /.*/none: no such file",
+        ),
         ({"quantize": "nvfp4", "scale_rule": "even"}, "leave it out with nvfp4"),
     ],
 )
@@ -188,6 +191,14 @@ def test_flags_that_cannot_be_are_refused(run, tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
         export_checkpoint(run, tmp_path / "out", **flags)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chat_template_that_is_no_text_is_refused(run, tmp_path):
+    pointer = tmp_path / "chat.jinja"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16\n")
+    with pytest.raises(ValueError, match=r"--chat-template .*chat\.jinja is a pointer of git-lfs"):
+        export_checkpoint(run, tmp_path / "out", chat_template=pointer)
+    assert list(tmp_path.iterdir()) == [pointer]
 
 
 def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
@@ -217,6 +228,23 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
     with pytest.raises(ValueError, match="truncated"):
         import_checkpoint(tmp_path / "out", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_divisor_that_changes_signs_or_clears_a_matrix_is_refused(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    export_checkpoint(tmp_path / "run", tmp_path / "out", quantize="nvfp4")
+    name = "model.layers.0.mlp.up_proj.weight_global_scale"
+    with Reader(tmp_path / "out") as reader:
+        values = {n: (spec, reader.read(n)) for n, spec in reader.specs.items()}
+    for divisor in (-1.0, 0.0, np.inf, np.nan):
+        values[name] = values[name][0], np.array([divisor], np.float32)
+        with Writer(tmp_path / "out", {n: spec for n, (spec, _) in values.items()}, 2**30) as writer:
+            for n, (_, value) in values.items():
+                writer.write(n, value)
+        with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {divisor}"):
+            import_checkpoint(tmp_path / "out", tmp_path / "again")
+        assert not (tmp_path / "again").exists()
 
 
 def test_a_tied_head_and_layers_without_mxfp4_stay():

@@ -15,6 +15,7 @@ from mxjax import Policy
 from training.data.indexed_dataset import IndexedDataset
 from training.data.load import load_held_out
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
+from training.model_card import end_token
 from training.policy_source import load_policy
 from training.tokenize.documents import Documents
 
@@ -64,6 +65,7 @@ READERS = {
     "d.idx": lambda path: IndexedDataset(path.with_suffix("")),
     "tokenizer.json": load_tokenizer,
     "d.tokenizer.json": tokenizer_vocab_size,
+    "d.json": lambda path: end_token([str(path.with_suffix("")), "other"], 257),
 }
 
 

@@ -132,19 +132,22 @@ def _with_validation(corpus: TextCorpus, fewest: int) -> TextCorpus:
     return TextCorpus(tokens[:-fewest], tokens[-fewest:], source)
 
 
-def load_held_out(path: str, vocab_size: int, whole: bool, seq_len: int) -> Tokens:
+def load_held_out(path: str, vocab_size: int, whole: bool, seq_len: int, flag: str | None = None) -> Tokens:
     """Returns the validation part of a text or dataset, or the whole of it.
 
     A text is split as a run with sequences of `seq_len` splits it.
 
+    Args:
+      flag: the flag that names the data, for messages. Default: --eval-data for the whole, else --data.
     Raises:
       ValueError: the data cannot be read or is too short to split, or token ids exceed the vocabulary.
     """
+    flag = flag or ("--eval-data" if whole else "--data")
     if not path:
-        raise ValueError("--data and --eval-data name a file, folder or dataset, got an empty name")
+        raise ValueError(f"{flag} names a file, folder or dataset, got an empty name")
     if is_indexed([path]):
         return load_validation(path, vocab_size, whole)
-    corpus = load_text(pathlib.Path(path), "--eval-data" if whole else "--data")
+    corpus = load_text(pathlib.Path(path), flag)
     if whole:
         return np.concatenate([corpus.train, corpus.validation])
     return _with_validation(corpus, seq_len + 1).validation

@@ -102,7 +102,8 @@ def documents_of_run(saved: dict[str, Any]) -> Documents | None:
     found = saved.get("documents")
     if found is None:
         return None
-    if {name: type(value) for name, value in found.items()} != {"end": int, "restart_positions": bool}:
+    types = {name: type(value) for name, value in found.items()}
+    if types != {"end": int, "restart_positions": bool} or not 0 <= found["end"] < 2**31:
         raise ValueError(f"{FILE} holds no documents of this version of mxjax; use the version that wrote it")
     return Documents(**found)
 

@@ -176,8 +176,11 @@ def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
 
 
 def check_folder(resume: bool, folder: pathlib.Path) -> None:
-    """Raises ValueError unless a run may write in the folder: it begins in an empty one."""
+    """Raises ValueError unless a run may write in the folder: it begins in an empty one of its own."""
     check_saveable(folder)
+    for parent in folder.parents:
+        if parent.name == "checkpoints" and (parent.parent / FILE).exists():
+            raise ValueError(f"--out {folder} lies among the checkpoints of a run; name a folder elsewhere")
     if resume or not folder.exists():
         return
     if {path.name for path in folder.iterdir()} - _BEFORE_CONFIG:

@@ -25,6 +25,8 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
+"""The files that a tokenization writes, after its PREFIX."""
 _CARD = {"README.md", "dataset_info.json", "dataset_infos.json"}
 SUFFIXES = (*(kind + end for kind in (*_JSON_LINES, *_TEXT) for end in _COMPRESSED), ".parquet")
 FORMATS = ".json, .jsonl, text such as .txt, .md and .py, each also with .gz or .zst, and .parquet"
@@ -49,7 +51,8 @@ class Problem(NamedTuple):
 def find_files(patterns: Sequence[str], *, recursive: bool = False) -> list[str]:
     """Returns the files that match the patterns or lie in matching folders, sorted, without duplicates.
 
-    Hidden files are left out of folders, and so is what describes a Hugging Face dataset in parquet.
+    Hidden files are left out of folders, and so is what describes a Hugging Face dataset in parquet. What a
+    tokenization wrote is also left out of what a pattern matches.
 
     Args:
       patterns: names of files and folders, and patterns.
@@ -83,7 +86,7 @@ def find_files(patterns: Sequence[str], *, recursive: bool = False) -> list[str]
 def below(patterns: Sequence[str], *, strict: bool = False) -> list[str]:
     """Returns the files that lie in a folder of a folder named, which `find_files` takes if it is recursive.
 
-    Folders that hold tokens, or a part of them, are left out, as are links to folders, which may be circular.
+    Folders of unfinished tokenizations are left out, as are links to folders, which may be circular.
 
     Args:
       strict: raises OSError for a folder that cannot be read. Default: it is left out.
@@ -92,15 +95,15 @@ def below(patterns: Sequence[str], *, strict: bool = False) -> list[str]:
     for folder in filter(os.path.isdir, _paths(patterns)):
         for parent, folders, names in os.walk(folder, onerror=_fail if strict else None):
             folders[:] = [name for name in folders if not name.startswith(".") and ".partial" not in name]
-            if parent != folder and not any(name.endswith(".idx") for name in names):
-                found.update(os.path.join(parent, name) for name in names if _is_read(name))
+            if parent != folder:
+                found.update(filter(_is_read, (os.path.join(parent, name) for name in names)))
     return sorted(found)
 
 
 def _in_folder(folder: str, recursive: bool) -> list[str]:
     """Returns the files of a folder; see `find_files`."""
     deeper = below([folder], strict=recursive)
-    files = [file.path for file in os.scandir(folder) if not file.is_dir() and _is_read(file.name)]
+    files = [file.path for file in os.scandir(folder) if not file.is_dir() and _is_read(file.path)]
     is_dataset = any(file.endswith(".parquet") for file in (*files, *deeper))
     files = [file for file in (*files, *(deeper if recursive else ())) if not (is_dataset and _is_card(file))]
     splits = {split: file for file in sorted(files) if (split := _split(os.path.relpath(file, folder)))}
@@ -118,8 +121,16 @@ def _fail(error: OSError) -> None:
     raise error
 
 
-def _is_read(name: str) -> bool:
-    return name.endswith(SUFFIXES) and not name.startswith(".")
+def _is_read(path: str) -> bool:
+    """Returns whether a file of a folder is read: of a known kind, neither hidden nor made of other text."""
+    return path.endswith(SUFFIXES) and not os.path.basename(path).startswith(".") and not _is_made(path)
+
+
+def _is_made(path: str) -> bool:
+    """Returns whether a tokenization wrote a file, which is no text of its own."""
+    prefixes = [path.removesuffix(suffix) for suffix in WRITTEN if path.endswith(suffix)]
+    is_tokenizer = os.path.basename(path) == "tokenizer.json"
+    return is_tokenizer or any(os.path.exists(f"{prefix}.idx") for prefix in prefixes)
 
 
 def _is_card(file: str) -> bool:
@@ -134,8 +145,12 @@ def _split(path: str) -> str | None:
 
 def _paths(patterns: Sequence[str]) -> list[str]:
     """Returns the files and folders that patterns name."""
-    found = ([p] if os.path.exists(p) else glob.glob(p, recursive=True) for p in patterns)
+    found = ([p] if os.path.exists(p) else _matches(p) for p in patterns)
     return [path for paths in found for path in paths]
+
+
+def _matches(pattern: str) -> list[str]:
+    return [path for path in glob.glob(pattern, recursive=True) if not _is_made(path)]
 
 
 class Documents:

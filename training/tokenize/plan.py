@@ -14,8 +14,8 @@ from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_token
 from training.files import make_absolute, write_atomically
 from training.ranges import at_most, check_ranges
 from training.tokenize import workers
+from training.tokenize.documents import WRITTEN
 
-_WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
 TOKENIZER_SUMS = "tokenizer.checksums.json"
 """Checksums of a trained tokenizer, in PREFIX.partial."""
 # With more, the package tokenizers starts as many threads, and takes memory for as many tokens, at once.
@@ -28,7 +28,8 @@ class TokenizeConfig:
 
     input: tuple[str, ...]
     """Files, patterns or folders: .json and .jsonl (a document a line), .txt, .md, .py and other text (a
-    document a file), all also with .gz or .zst, and .parquet (a document a row)."""
+    document a file), all also with .gz or .zst, and .parquet (a document a row). What a tokenization wrote is
+    left out of patterns and folders."""
     output: str
     """PREFIX of the files to write."""
     tokenizer: pathlib.Path | None = None
@@ -49,7 +50,7 @@ class TokenizeConfig:
     field: Annotated[str, tyro.conf.arg(aliases=["--column"])] = "text"
     """Field, or column of parquet files, that holds the text."""
     recursive: bool = False
-    """Also take files in folders of --input's folders, but not in hidden ones, links, and those of tokens."""
+    """Also take files in folders of --input's folders, but not in hidden ones and links."""
     workers: int | None = None
     """Processor cores to use. Default: all."""
 
@@ -159,7 +160,7 @@ def given_tokenizer(config: TokenizeConfig) -> bytes:
 
 def written(prefix: pathlib.Path) -> list[pathlib.Path]:
     """Returns the paths of the files that a tokenization writes, not all of which every one does."""
-    return [beside(prefix, suffix) for suffix in _WRITTEN]
+    return [beside(prefix, suffix) for suffix in WRITTEN]
 
 
 def beside(prefix: pathlib.Path, suffix: str) -> pathlib.Path:

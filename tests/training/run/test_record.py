@@ -5,7 +5,7 @@ import os
 import pytest
 
 from training.config import Config
-from training.run.record import from_json, read_run_config, to_json, write_run_config
+from training.run.record import documents_of_run, from_json, read_run_config, to_json, write_run_config
 
 VALUES = {"config": to_json(Config(spike_factor=float("inf"))), "model": {"n_layers": 2}, "mesh": {"data": 1}}
 
@@ -65,3 +65,9 @@ def test_a_pipe_where_a_file_should_be_is_named(run, name):
 def test_values_of_another_kind_are_refused(change):
     with pytest.raises(ValueError, match="no configuration of this version"):
         from_json(VALUES["config"] | change)
+
+
+@pytest.mark.parametrize("end", [-1, 2**31, 10**400, 1.0])
+def test_documents_end_with_a_token(end):
+    with pytest.raises(ValueError, match="no documents of this version"):
+        documents_of_run({"documents": {"end": end, "restart_positions": False}})

@@ -1,6 +1,7 @@
 """Text read from each format: nothing is left out without being named."""
 
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -9,7 +10,7 @@ import random
 import pytest
 
 from training.process.extras import MissingExtraError
-from training.tokenize.documents import Document, Documents, Problem, below, find_files
+from training.tokenize.documents import WRITTEN, Document, Documents, Problem, below, find_files
 
 
 def found(path, **options):
@@ -213,15 +214,17 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
     assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
     assert [pathlib.Path(f).name for f in below([folder])] == ["d.txt", "e.txt"]
     (tmp_path / "tokens").mkdir()
-    for name in ("t.idx", "t.bin", "t.json", "t.tokenizer.json"):
-        (tmp_path / "tokens" / name).write_text("x")
+    for place, suffix in itertools.product([tmp_path, tmp_path / "tokens"], WRITTEN):
+        (place / f"t{suffix}").write_text("x")
+    assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
     assert [pathlib.Path(f).name for f in below([f"{tmp_path.parent}/{tmp_path.name}*"])] == [
         "d.txt",
         "e.txt",
     ]
     assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
+    (tmp_path / "tokens" / "f.txt").write_text("x")  # whose folder is no reason to leave it out
     found = [pathlib.Path(f).name for f in find_files([folder], recursive=True)]
-    assert found == ["a.jsonl", "b.jsonl", "c.txt", "d.txt", "e.txt"]
+    assert found == ["a.jsonl", "b.jsonl", "c.txt", "d.txt", "e.txt", "f.txt"]
 
 
 def test_a_folder_that_cannot_be_read_ends_a_recursive_search(tmp_path, monkeypatch):
