@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from models.context import sequence_parts
+from models.context import fewest_sequences, sequence_parts
 from training.sharding import parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,6 +72,23 @@ def test_products_of_shared_sequences_have_the_bits_of_one_device():
 )
 def test_sequences_are_cut_only_as_far_as_there_are_too_few(text, sequences, length, parts):
     assert sequence_parts(parse_mesh(text, 8), sequences, length) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "sequences", "length", "few"),
+    [
+        ("context=8", 8, 256, (1, 256)),
+        ("context=8", 2, 128, (2, 128)),  # of one sequence, blocks would straddle rows
+        ("context=4,data=2", 24, 100, (8, 1)),
+        ("context=4,data=2", 4, 128, (2, 128)),
+        ("fsdp=8", 16, 33, (8, 1)),
+    ],
+)
+def test_evaluations_and_measurements_need_no_more_than_training(text, sequences, length, few):
+    sizes = parse_mesh(text, 8)
+    sequence_parts(sizes, sequences, length)
+    assert fewest_sequences(sizes, sequences, length) == few
+    sequence_parts(sizes, few[0], few[1])
 
 
 @pytest.mark.parametrize(
