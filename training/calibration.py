@@ -14,6 +14,7 @@ from mxjax.policy.layers import LayerPolicies
 from mxjax.stats.layers import Amax
 from training.config import DataConfig
 from training.data.load import load_held_out
+from training.data.megatron import is_indexed
 from training.data.text import evaluation_batches
 from training.run.tokens import check_tokenizer_of, check_tokens_of
 
@@ -38,6 +39,8 @@ def largest_inputs(
     Raises:
       ValueError: the data cannot be read or has other tokens, or inputs are not finite.
     """
+    if not is_indexed([data]) and not pathlib.Path(data).exists():
+        raise ValueError(f"--calibrate {data}: no such file, folder, or dataset {data}.idx")
     check_tokens_of(run, "--calibrate", data)
     check_tokenizer_of(run, "--calibrate", data)
     tokens = load_held_out(data, config.vocab_size, True, seq_len)

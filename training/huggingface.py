@@ -20,7 +20,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -47,6 +47,7 @@ from models.huggingface.quantized import choose_operands, names_of, names_of_oth
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
 from mxjax import Operand, get_policy
 from mxjax.numerics.scales import ScaleRule
+from mxjax.policy.layers import LayerPolicies
 from training.calibration import largest_inputs
 from training.command_line import flags
 from training.config import Config, DataConfig, PrecisionConfig
@@ -184,38 +185,65 @@ def export_checkpoint(
             )
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
-        operands, line, inputs = {}, "not quantized", None
-        layout = None if quantize is None else layout_for(config, quantize)
+        packing, phases = _Packing(None, {}, "not quantized", None), quantize and from_record(saved)
+        layers = phase_at(phases, at).layers if phases else None
         if quantize is not None:
-            dtype, phases = "bfloat16", from_record(saved)
-            layers = phase_at(phases, at).layers if phases else None
-            number = "mxfp4" if layout is None else layout.number
-            operands, line = choose_operands(config, layers, scale_rule, number)
-            print(line)
-            if number == "nvfp4" and config.experts is not None:
-                if calibrate is not None:
-                    raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
-                print(
-                    f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr
-                )
-            if calibrate is not None:
-                layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-                seq_len = saved["config"]["data"]["seq_len"]
-                inputs = largest_inputs(run, config, params, layers, calibrate, seq_len)
+            dtype = "bfloat16"
+            packing = _pack(config, layers, quantize, scale_rule, calibrate is not None)
+            print(packing.line)
+        if calibrate is not None:
+            layers = layers or decoder.layer_policies(config, get_policy("bf16"))
+            seq_len = saved["config"]["data"]["seq_len"]
+            inputs = largest_inputs(run, config, params, layers, calibrate, seq_len)
+            packing = packing._replace(inputs=inputs)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        if layout is not None:
-            others = names_of_others(config, operands)
-            raw |= {"quantization_config": layout.configuration(others, activations=activations)}
+        if packing.layout is not None:
+            others = names_of_others(config, packing.operands)
+            raw |= {"quantization_config": packing.layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
         if chat_template is not None:
             shutil.copyfile(chat_template, folder / "chat_template.jinja")
         if quantize == "gguf":
-            write_gguf(importlib.import_module("gguf"), folder / "model.gguf", config, params, operands, raw)
+            library, file = importlib.import_module("gguf"), folder / "model.gguf"
+            write_gguf(library, file, config, params, packing.operands, raw)
         else:
-            _write_weights(folder, config, params, specs, operands, layout, inputs, int(shard_gb * 1e9))
-        (folder / "README.md").write_text(model_card(run, saved, at, line))
+            _write_weights(folder, config, params, specs, packing, int(shard_gb * 1e9))
+        (folder / "README.md").write_text(model_card(run, saved, at, packing.line))
     return config
+
+
+class _Packing(NamedTuple):
+    """How an export stores its linear layers.
+
+    Attributes:
+      layout: the format of packed tensors; None for a file of another kind, or without any.
+      operands: how to quantize, by the names of our layers.
+      line: what to say of the weights.
+      inputs: the largest magnitude of each layer's input, if consumers need it.
+    """
+
+    layout: Layout | None
+    operands: Mapping[str, Operand]
+    line: str
+    inputs: Mapping[str, float] | None
+
+
+def _pack(
+    config: DecoderConfig,
+    layers: LayerPolicies | None,
+    quantize: PackedFormat | Literal["gguf"],
+    scale_rule: ScaleRule | None,
+    calibrated: bool,
+) -> _Packing:
+    """Returns how `--quantize` stores a model, without inputs; see `choose_operands`."""
+    layout = layout_for(config, quantize)
+    number = "mxfp4" if layout is None else layout.number
+    if number == "nvfp4" and config.experts is not None:
+        if calibrated:
+            raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
+        print(f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr)
+    return _Packing(layout, *choose_operands(config, layers, scale_rule, number), None)
 
 
 def _check_format_flags(
@@ -260,12 +288,11 @@ def _write_weights(
     config: DecoderConfig,
     params: decoder.Params,
     specs: Mapping[str, Spec],
-    operands: Mapping[str, Operand],
-    layout: Layout | None,
-    inputs: Mapping[str, float] | None,
+    packing: _Packing,
     largest: int,
 ) -> None:
-    """Writes all tensors, those of `operands` packed, with the divisors of `inputs` if there are any."""
+    """Writes all tensors, those of the packing packed, with the divisors of its inputs if there are any."""
+    layout, operands, _, inputs = packing
     packed = set(names_of(config, operands))
     of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of(config, [layer])}
     written: dict[str, Spec] = {}

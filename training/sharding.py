@@ -119,8 +119,9 @@ def check_batch(
             advice += f", or --mesh {fsdp}tensor={tensor}"
             break
     times = f" times --accumulate {accumulate}" if accumulate > 1 else ""
+    axes = "data x fsdp" if sizes["expert"] == 1 else "data x expert x fsdp"
     raise ValueError(
-        f"--batch-size {batch_size} must be a multiple of the mesh's data x expert x fsdp = "
+        f"--batch-size {batch_size} must be a multiple of the mesh's {axes} = "
         f"{unit // accumulate}{times}; {advice}"
     )
 

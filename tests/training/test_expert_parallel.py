@@ -18,7 +18,7 @@ from models import decoder, expert_parallel
 from models.configs import get_config
 from models.expert_parallel import place, shape_of
 from models.experts import check_policies
-from training.sharding import check_shards, parse_mesh
+from training.sharding import check_batch, check_shards, parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERTS, ACTIVE, TOKENS = 8, 2, 96
@@ -135,3 +135,5 @@ def test_what_cannot_be_shared_is_refused():
     sizes = parse_mesh("expert=3", 3)
     with pytest.raises(ValueError, match=r"expert=3 cannot split blocks.mlp.\w+'s axis 'experts' of 8"):
         check_shards(sizes, moe, layer_policies(moe, "bf16"))
+    with pytest.raises(ValueError, match="data x expert x fsdp = 3; take --batch-size 3 or 6"):
+        check_batch(sizes, 4, 1, lambda sizes: False)

@@ -146,7 +146,7 @@ def test_every_device_gets_as_many_sequences():
     check_batch(sizes, 8, 2)
     for batch_size, accumulate in ((6, 1), (4, 2)):
         with pytest.raises(
-            ValueError, match=f"--batch-size {batch_size} must be a multiple of .* data x expert x fsdp = 4"
+            ValueError, match=f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
         ):
             check_batch(sizes, batch_size, accumulate)
 
@@ -165,7 +165,7 @@ def test_a_batch_that_cannot_be_cut_is_an_error_with_what_can(sizes, batch_size,
     phases = [Phase(1, "wgrad", decoder.layer_policies(model, mxjax.get_policy("wgrad")))]
     fits = functools.partial(fits_mesh, model, phases)
     sizes = ONE_DEVICE | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
-    with pytest.raises(ValueError, match=f"data x expert x fsdp = .*; {advice}$"):
+    with pytest.raises(ValueError, match=f"data x fsdp = .*; {advice}$"):
         check_batch(sizes, batch_size, accumulate, fits)
 
 
