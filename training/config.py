@@ -22,7 +22,7 @@ from mxjax.runtime.remat import Remat
 from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
 from training.optimizer.config import RANGES as OPTIMIZER_RANGES
-from training.optimizer.config import OptimizerConfig, check_schedule, mlperf_describes
+from training.optimizer.config import OptimizerConfig, check_effect, check_logged
 from training.policy_source import label, load_policy
 from training.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 
@@ -319,9 +319,9 @@ class Config:
             )
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
-        check_schedule(self.optimizer, self.steps)
-        if self.mlperf.mllog and not mlperf_describes(self.optimizer):
-            raise ValueError("--mllog is of a run by AdamW and a cosine; leave it or the other flags out")
+        check_effect(self.optimizer, self.steps)
+        if self.mlperf.mllog:
+            check_logged(self.optimizer)
         traced, profile = self.observe.profiled_steps, self.observe.profile
         if profile is not None and not (traced and traced[-1] <= self.steps):
             raise ValueError(f"--profile takes FIRST:LAST, from 1 to --steps {self.steps}, got {profile!r}")

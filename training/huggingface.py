@@ -209,7 +209,7 @@ def export_checkpoint(
             write_gguf(library, file, config, params, packing.operands, raw)
         else:
             _write_weights(folder, config, params, specs, packing, int(shard_gb * 1e9))
-        (folder / "README.md").write_text(model_card(run, saved, at, packing.line))
+        (folder / "README.md").write_text(model_card(run, saved, at, packing.line, weights))
     return config
 
 

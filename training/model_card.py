@@ -1,17 +1,16 @@
 """The model card of an export, and the token ids at which generation ends."""
 
-import dataclasses
 import json
 import pathlib
-import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from models.huggingface.architectures import ARCHITECTURES, model_type
-from training.config import Config, by_flag
+from training.command_line import command_of
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
-from training.log.metrics import evaluations
+from training.log.metrics import read_records
+from training.run.checkpoints import Weights
 from training.run.record import from_json, model_of
 
 
@@ -40,16 +39,21 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
     return None
 
 
-def model_card(run: pathlib.Path, saved: dict[str, Any], step: int, weights: str) -> str:
+def model_card(
+    run: pathlib.Path, saved: dict[str, Any], step: int, stored: str, weights: Weights | None = None
+) -> str:
     """Returns README.md of an export: data, policy, tokens, loss, versions and command.
 
     Args:
       saved: config.json of the run.
       step: the exported step.
-      weights: how the weights are stored.
+      stored: how the weights are stored.
+      weights: which weights; the loss is theirs.
     """
     config, data = from_json(saved["config"]), saved.get("data", {})
-    losses = {at: loss for at, loss in evaluations(run).items() if at <= step}
+    measured = "eval_loss" if weights is None else "ema_eval_loss"
+    losses = {r["step"]: r[measured] for r in read_records(run) if measured in r and r["step"] <= step}
+    averaged = "" if weights is None else f"average over the steps (--ema {config.optimizer.ema}), "
     tokens = step * config.data.batch_size * config.data.seq_len
     environment = saved.get("environment", {})
     rows = {
@@ -58,28 +62,14 @@ def model_card(run: pathlib.Path, saved: dict[str, Any], step: int, weights: str
         "Policy": config.precision.label,
         "Tokens trained on": f"{tokens:,}, {step:,} steps" if step else None,
         "Validation loss": f"{losses[max(losses)]:.4f} at step {max(losses):,}" if losses else None,
-        "Weights": weights,
+        "Weights": averaged + stored,
         "mxjax": environment.get("mxjax"),
         "JAX": environment.get("jax"),
         "Device": environment.get("device"),
-        "Command": f"`{_command(config)}`" if step else None,
+        "Command": f"`{command_of(config, 'RUN')}`" if step else None,
     }
     shown = {name: str(value).replace("|", " ") for name, value in rows.items() if value is not None}
     lines = [f"| {name} | {value} |" for name, value in shown.items()]
     front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [mxjax]\n---\n"
     title = f"# {ARCHITECTURES[model_type(model_of(saved))].name} trained with mxjax"
     return front + "\n".join([title, "", "| | |", "| --- | --- |", *lines]) + "\n"
-
-
-def _command(config: Config) -> str:
-    """Returns the command line that gives this configuration, without --out."""
-    default, words = by_flag(Config()), ["python", "train.py"]
-    for name, value in by_flag(dataclasses.replace(config, out=Config.out, resume=False)).items():
-        if value == default[name]:
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
-    return shlex.join(words)

@@ -1,5 +1,6 @@
 """Gradient norms, spikes, SQNR and evaluation sets of groups of runs in `eval.py compare`."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from training.log.display import text_table
 def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns what each group's runs say of their training; a number that no run has is None.
 
-    "grad_norm" is the median over the last LAST of the steps, "largest_grad_norm" the largest of all.
+    "grad_norm" is the median over the last LAST of the steps, "largest_grad_norm" the largest of all; what
+    is not finite counts in neither.
     "spikes" are the steps of each run (`training.log.spikes`). "sqnr_db" has the mean decibels of each GEMM
     over layers and runs at their last measurement, "sqnr_db_by_kind" those of each kind of layer, and
     "eval_sets" the last loss and bits per byte of each set, in means over the runs.
@@ -22,7 +24,7 @@ def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     for group in groups:
         norms = [[norm for _, norm in sorted(run.grad_norms.items())] for run in group.runs]
         ends = [norm for one in norms for norm in one[-max(1, round(LAST * len(one))) :]]
-        largest = [norm for one in norms for norm in one if math.isfinite(norm)]
+        ends, largest = (list(filter(math.isfinite, part)) for part in (ends, itertools.chain(*norms)))
         measured = [run.sqnr[max(run.sqnr)] for run in group.runs if run.sqnr]
         found.append(
             {

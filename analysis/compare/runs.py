@@ -23,8 +23,9 @@ Losses = Mapping[int, float]
 LAST = 0.05
 """Share of a run whose training losses are averaged."""
 
-_ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "remat", "unroll", "accumulate"}
-_ELSEWHERE |= {"log_every", "checkpoint_every", "keep_checkpoints", "eval_every", "observe", "mlperf"}
+_ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "devices", "remat", "unroll"}
+_ELSEWHERE |= {"accumulate", "log_every", "checkpoint_every", "keep_checkpoints", "eval_every"}
+_ELSEWHERE |= {"spike_factor", "branch", "observe", "mlperf"}
 """Fields of a configuration that say where, how often or with which seed, not what is trained."""
 
 
@@ -35,8 +36,8 @@ class ComparedRun(NamedTuple):
       name: as few of the folder's last parts as tell the runs apart.
       validation: loss of each evaluation.
       train: loss of each step.
-      resolved: the model, the layers' policies and the identity of the data on record, which the
-        configuration only names.
+      resolved: the model, the layers' policies, the mask of documents and the identity of the data on record,
+        which the configuration only names.
       held_out: the identity of what the run is evaluated on.
       end: tokens, or sequences, of the whole run.
       grad_norms: gradient norm of each step.
@@ -112,9 +113,8 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         saved = read_run_config(folder)
         config = from_json(saved["config"])
         facts = saved.get("data", {}) | {"source": None}  # the same data may lie elsewhere
-        resolved = json.dumps(
-            [saved.get("model"), saved.get("phases"), saved.get("policies"), facts], sort_keys=True
-        )
+        names = ("model", "phases", "policies", "documents")
+        resolved = json.dumps([*(saved.get(name) for name in names), facts], sort_keys=True)
         step = config.data.batch_size if sequences else config.data.tokens_a_step
         records = read_records(folder)
         validation = {r["step"] * step: r["eval_loss"] for r in records if "eval_loss" in r}

@@ -1,20 +1,21 @@
 """The comparison of a run with its baselines, as a section of the report."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from analysis.records import mean_sqnr
-from analysis.report.command import settings_of
+from analysis.records import decibels, mean_sqnr
 from analysis.report.page import NONE, section, short_number, table
 from analysis.report.read import ReportedRun
 from mxjax.policy import OPERANDS
+from training.command_line import settings_of
 
 Runs = Sequence[ReportedRun]
+Values = Sequence[float | None]
 
 
 def comparison(runs: Runs) -> str:
     """Returns a table of the runs' numbers, losses after equally many tokens, and settings that differ."""
-    measures = {
+    measures: dict[str, Values] = {
         "last training loss": [run.last_mean("loss") for run in runs],
         "gradient norm at the end": [run.last_mean("grad_norm") for run in runs],
         "tokens/s": [run.tokens_per_s for run in runs],
@@ -23,13 +24,8 @@ def comparison(runs: Runs) -> str:
         "spikes": [float(len(run.spikes)) for run in runs],
     }
     measures = {**_evaluations(runs), **measures}
-    for gemm in OPERANDS:
-        measures[f"SQNR of {gemm} in dB"] = [_last_sqnr(run, gemm) for run in runs]
-    rows = [
-        [name, *(short_number(value) for value in values), *_differences(values)]
-        for name, values in measures.items()
-        if any(value is not None for value in values)
-    ]
+    sqnr = {f"SQNR of {gemm} in dB": [_last_sqnr(run, gemm) for run in runs] for gemm in OPERANDS}
+    rows = _rows(measures, short_number) + _rows(sqnr, lambda value: decibels(value) or NONE)
     others = [f"{runs[0].name} - {run.name}" for run in runs[1:]]
     parts = [table(["", *(run.name for run in runs), *others], rows)]
     if len({run.held_out for run in runs}) > 1:
@@ -43,9 +39,9 @@ def comparison(runs: Runs) -> str:
     return section("Comparison", *parts)
 
 
-def _evaluations(runs: Runs) -> dict[str, list[float | None]]:
+def _evaluations(runs: Runs) -> dict[str, Values]:
     """Returns losses and bits per byte of the sets that all runs have, after equally many tokens."""
-    found: dict[str, list[float | None]] = {}
+    found: dict[str, Values] = {}
     for name in runs[0].sets:
         if not all(name in run.sets for run in runs):
             continue
@@ -59,9 +55,19 @@ def _evaluations(runs: Runs) -> dict[str, list[float | None]]:
     return found
 
 
-def _differences(values: Sequence[float | None]) -> list[str]:
-    own = values[0]
-    return [NONE if own is None or other is None else short_number(own - other, "+") for other in values[1:]]
+def _rows(measures: Mapping[str, Values], form: Callable[[float | None], str]) -> list[list[str]]:
+    """Returns a row for each number that a run has, with the differences from the first run's."""
+    return [
+        [name, *map(form, values), *_differences(values)]
+        for name, values in measures.items()
+        if any(value is not None for value in values)
+    ]
+
+
+def _differences(values: Values) -> list[str]:
+    finite = [None if value is None or not math.isfinite(value) else value for value in values]
+    own = finite[0]
+    return [NONE if own is None or other is None else short_number(own - other, "+") for other in finite[1:]]
 
 
 def _gib(value: float | None) -> float | None:

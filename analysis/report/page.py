@@ -150,9 +150,11 @@ def bytes_of(value: float | None) -> str:
 
 
 def short_number(value: float | None, sign: str = "") -> str:
-    """Returns a number with four digits or more; "exact" for infinite decibels, a dash for None and NaN."""
-    if value is None or not math.isfinite(value):
-        return NONE if value is None or math.isnan(value) else "exact"
+    """Returns a number with four digits or more; a dash for None and NaN."""
+    if value is None or math.isnan(value):
+        return NONE
+    if math.isinf(value):
+        return str(value)
     if abs(value) >= 1000 or value == int(value):
         return format(value, f"{sign},.0f")
     return format(value, f"{sign}.4g" if abs(value) >= 10 else f"{sign}.4f")

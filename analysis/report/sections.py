@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from analysis.records import binned, decibels, kinds_of
 from analysis.report.chart import Line, chart
-from analysis.report.command import command_of, settings_of
 from analysis.report.page import (
     NONE,
     beside,
@@ -22,6 +21,7 @@ from analysis.report.page import (
 )
 from analysis.report.read import ReportedRun
 from mxjax.policy import OPERANDS
+from training.command_line import command_of, settings_of
 from training.log.spikes import Spike
 from training.log.throughput import PEAK_FLOPS
 from training.run.record import model_of
@@ -147,12 +147,14 @@ def speed(runs: Runs) -> str:
         figures.append(chart("Model TFLOP/s a device", lines("tflops_per_device"), from_zero=True))
         known = ", ".join(name.replace("|", ", ") for name in PEAK_FLOPS)
         parts.append(missing(f"No MFU: the peak of this device is unknown; known are {known}."))
-    steps = sorted(run.curve("step_s").items())
-    rows = [
-        ["first step, which compiles", f"{steps[0][1]:.1f} s"],
-        ["median of the others", f"{number(run.median('step_s'))} s"],
-        ["all steps, without evaluations and checkpoints", f"{sum(s for _, s in steps):,.0f} s"],
-    ]
+    seconds = [duration for _, duration in sorted(run.curve("step_s").items())]
+    rows = []
+    if seconds:
+        rows = [
+            ["first step, which compiles", f"{seconds[0]:.1f} s"],
+            ["median of the others", f"{number(run.median('step_s'))} s"],
+            ["all steps, without evaluations and checkpoints", f"{sum(seconds):,.0f} s"],
+        ]
     if run.curve("memory_peak_bytes"):
         rows.append(["peak memory a device", bytes_of(run.largest("memory_peak_bytes"))])
     else:

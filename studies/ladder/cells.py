@@ -6,19 +6,22 @@ GEMMs (or `even-even-floor` for Fprop, Dgrad and Wgrad), the model and the proto
 
 import dataclasses
 import functools
+import json
 import pathlib
 import types
 from collections.abc import Mapping, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from models.config_file import load_config
-from models.configs import DecoderConfig, get_config
+from models.configs import DecoderConfig, get_config, to_dict
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import OPERANDS, Policy, map_operands, with_scale_rule
+from mxjax.policy.json import policy_to_json
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from studies.ladder.kinds import BESIDE, KINDS
+from training.config import parse_rules
 from training.policy_source import load_policy
 
 Bits = Literal["fresh", "frozen", "third"]
@@ -231,6 +234,28 @@ def recipe_of(cell: Cell) -> RunRecipe | None:
     ratio, period, start, *window = recipe.deoscillate.split(":")
     start = str(round(int(start) * steps / recipe.steps))
     return recipe._replace(deoscillate=":".join([ratio, period, start, *window]), steps=steps)
+
+
+def own_parts(cell: Cell) -> dict[str, Any]:
+    """Returns, for the record of a run, what the files of a study of one's own hold of a cell now.
+
+    "recipe" has the fields of every policy, "shape" the model's. A cell without them has neither.
+    """
+    found: dict[str, Any] = {}
+    if (recipe := cell.recipe) is not None:
+        parts = [part.partition(" from ") for part in recipe.policy.split(";")]
+        found["recipe"] = {
+            "policies": [[when.strip(), _fields(load_policy(text.strip()))] for text, _, when in parts],
+            "layers": [[pattern, _fields(policy)] for pattern, policy in parse_rules(recipe.layers)],
+            "deoscillate": recipe.deoscillate,
+        }
+    if cell.model_config is not None:
+        found["shape"] = json.loads(json.dumps(to_dict(model_of(cell))))
+    return found
+
+
+def _fields(policy: Policy) -> dict[str, Any]:
+    return json.loads(policy_to_json(policy))
 
 
 def _on_uniform_grid(operand: Operand) -> Operand:

@@ -36,6 +36,7 @@ from studies.ladder.cells import (
     Cell,
     Protocol,
     model_of,
+    own_parts,
     policy_of,
     protocol_of,
 )
@@ -45,6 +46,7 @@ from studies.ladder.token_tables import is_constant, lengths_of, overhead_with_i
 from studies.ladder.train import run_path
 from studies.ladder.whole_runs import changes_program, check_protocol
 from training.config import parse_rules
+from training.deoscillation import parse_deoscillation
 from training.policy_source import load_policy
 
 SEEDS = 4
@@ -196,6 +198,8 @@ def _check(cell: Cell) -> None:
         parse_rules(cell.recipe.layers)
         for part in cell.recipe.policy.split(";"):
             load_policy(part.partition(" from ")[0].strip())
+        if (snapped := cell.recipe.deoscillate) is not None:
+            parse_deoscillation(str(snapped))
     if changes_program(cell):
         check_protocol(cell)
 
@@ -214,10 +218,11 @@ def with_model(cell: Cell, path: pathlib.Path) -> Cell:
 
 
 def check_same(cells: Sequence[Cell], out: pathlib.Path) -> None:
-    """Raises ValueError if finished runs have these cells' names, and another protocol or policy."""
+    """Raises ValueError if finished runs have these cells' names, and another protocol, recipe or model."""
     defaults = {field.name: field.default for field in dataclasses.fields(Protocol)}
     for cell in cells:
         training, policy = dataclasses.asdict(protocol_of(cell)), str(policy_of(cell))
+        parts = own_parts(cell)
         for seed in cell.seed_numbers:
             path = run_path(out, cell, seed)
             if not path.exists():
@@ -227,6 +232,7 @@ def check_same(cells: Sequence[Cell], out: pathlib.Path) -> None:
             other = {name for name, value in training.items() if recorded.get(name) != value}
             if not changes_program(cell) and run["resolved_policy"] != policy:
                 other.add("policy")
+            other |= {name for name, value in parts.items() if run.get(name, value) != value}
             if other:
                 raise ValueError(
                     f"{path} was trained with another {', '.join(sorted(other))}: name another --out"

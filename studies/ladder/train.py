@@ -20,7 +20,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from studies.ladder.cells import Cell, model_of, protocol_of
+from studies.ladder.cells import Cell, model_of, own_parts, protocol_of
 from studies.ladder.programs import IMPLEMENTATION, Programs, held_out_batches
 from studies.ladder.results import Run, read_record
 from studies.ladder.whole_runs import WholeRuns, changes_program
@@ -168,6 +168,7 @@ def _record(cell: Cell, seed: int, corpus: MegatronCorpus, programs: Programs | 
         "parameters": dataclasses.replace(model_of(cell), vocab_size=corpus.vocab_size).n_params,
         "protocol": {"name": cell.protocol, **dataclasses.asdict(p)},
         "resolved_policy": programs.policy,
+        **own_parts(cell),
         "implementation": IMPLEMENTATION,
         "tokens": len(losses) * p.batch * p.seq,
         "final_loss": evaluations[-1][1] if finite else float("nan"),

@@ -94,6 +94,24 @@ def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups
     assert runs[0].held_out == runs[1].held_out
 
 
+@pytest.mark.parametrize(
+    ("flags", "record", "groups"),
+    [
+        (["--spike-factor", "2", "--devices", "2"], {}, 1),
+        ([], {"branch": "/seed-1/checkpoints/1"}, 1),  # each seed's from its own run
+        ([], {"documents": {"end": 256, "restart_positions": False}}, 2),  # older versions had no mask
+    ],
+)
+def test_seeds_are_one_group_if_they_train_alike(tmp_path, flags, record, groups):
+    one = make_run(tmp_path / "one", {1: 3.0})
+    other = make_run(tmp_path / "other", {1: 3.0}, ["--seed", "1", *flags])
+    path = other / "config.json"
+    values = json.loads(path.read_text())
+    values["config"] |= {name: record[name] for name in record if name in values["config"]}
+    path.write_text(json.dumps(record | values))
+    assert len(group_by_configuration(read_runs([one, other], sequences=False))) == groups
+
+
 def test_runs_stand_beside_the_published_ones(tmp_path, capsys):
     preset = ["--preset", "mlperf-llama3.1-8b"]
     run = make_run(tmp_path / "run", {384: 5.5, 768: 4.25, 5376: 3.25}, preset)
@@ -338,6 +356,7 @@ def test_gradient_norms_spikes_sqnr_and_sets_are_compared(tmp_path, capsys):
         folder = make_run(tmp_path / policy, {}, ["--policy", policy, "--steps", "40"])
         lines = [{"step": n, "loss": 4.0 - n / 100, "grad_norm": 0.5} for n in range(1, 41)]
         lines[29] |= {"loss": 5.0, "grad_norm": 12.0}
+        lines[38] |= {"loss": "nan", "grad_norm": "nan", "skipped": True}
         for step in (20, 40):
             layers = {
                 f"blocks.{i}.{kind}": {g: {"sqnr_db": decibels + i + g.startswith("w")} for g in gemms}

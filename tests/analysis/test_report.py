@@ -15,11 +15,10 @@ import pytest
 
 import eval as evaluation_program
 from analysis.report.chart import Line, Scale, chart
-from analysis.report.command import command_of
 from models import decoder
 from models.configs import get_config, to_dict
-from training.command_line import parse
-from training.log.metrics import json_line
+from training.command_line import command_of, parse
+from training.log.metrics import json_line, read_records
 from training.phases import phases_of, to_record
 from training.run.record import to_json, write_run_config
 
@@ -146,11 +145,27 @@ def test_what_is_not_on_record_is_left_out_with_how_to_get_it(runs, tmp_path):
         "No bits per byte",
     ):
         assert said in page.text
+    records = read_records(base)
+    (base / "metrics.jsonl").write_text("".join(f'{{"step": {r["step"]}, "loss": 2}}\n' for r in records))
+    write(base, "--out", tmp_path / "r.html")  # of a version without durations
+    assert "first step" not in (tmp_path / "r.html").read_text()
     with pytest.raises(SystemExit, match="holds no run"):
         write(tmp_path, "--out", tmp_path / "r.html")
     (base / "metrics.jsonl").unlink()
     with pytest.raises(SystemExit, match="has no step on record"):
         write(base, "--out", tmp_path / "r.html")
+
+
+def test_what_is_infinite_is_said_of_losses_and_exact_of_decibels(runs, tmp_path):
+    (own, records), (base, _) = runs
+    exact = {gemm: {"sqnr_db": math.inf} for gemm in GEMMS}
+    records += [{"step": 40, "loss": math.inf, "grad_norm": math.inf, "layers": {"blocks.0.mlp.down": exact}}]
+    (own / "metrics.jsonl").write_text("".join(json_line(record) + "\n" for record in records))
+    write(own, base, "--out", tmp_path / "r.html")
+    rows = dict(re.findall("<tr><td>([^<]*)</td>(.*?)</tr>", (tmp_path / "r.html").read_text()))
+    for name, value in (("gradient norm at the end", "inf"), ("SQNR of wgrad in dB", "exact")):
+        first, *_, difference = re.findall("<td>([^<]*)</td>", rows[name])
+        assert (first, difference) == (value, "-")
 
 
 @pytest.mark.parametrize(

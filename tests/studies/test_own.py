@@ -10,7 +10,7 @@ from support.study_runs import power_law, record
 import mxjax
 from studies.ladder import __main__ as program
 from studies.ladder import own
-from studies.ladder.cells import PROTOCOLS, policy_of, protocol_of, recipe_of
+from studies.ladder.cells import PROTOCOLS, own_parts, policy_of, protocol_of, recipe_of
 from studies.ladder.train import run_path
 from studies.ladder.whole_runs import changes_program
 from training.data.indexed_dataset import IndexedWriter
@@ -72,6 +72,10 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
         (
             {"cells": [{"name": "a", "policy": "own.json", "layers": ["head"]}]},
             "--layers takes PATTERN=POLICY",
+        ),
+        (
+            {"cells": [{"name": "a", "policy": "own.json", "deoscillate": 3}]},
+            "--deoscillate takes RATIO:PERIOD:START",
         ),
         ({"cells": ["heal"], "protocol": "constant-60m"}, "by train.py: its cosine ends with the run"),
         ({"model": "61m"}, "unknown model '61m'"),
@@ -136,6 +140,26 @@ def test_the_table_pairs_runs_by_seed_and_counts_tokens(write, tmp_path):
         ValueError, match=r"own.own.60m.tuned-60m.s0.json was trained with another policy: name"
     ):
         own.check_same([other], tmp_path)
+
+
+def test_runs_of_another_recipe_or_model_of_the_same_name_are_told(write, tmp_path):
+    path, out = write(cells=[CELLS[-1]]), tmp_path / "runs"
+    out.mkdir()
+
+    def cell():
+        return program._cells_of(str(path), "0-0", tmp_path / "shape.json")[1]
+
+    run = record(cell().name, "healed", 0, 3.0)
+    run["protocol"] = {"name": "tuned-60m", **dataclasses.asdict(protocol_of(cell()))}
+    run |= {"resolved_policy": "of a schedule"} | json.loads(json.dumps(own_parts(cell())))
+    run_path(out, cell(), 0).write_text(json.dumps(run))
+    own.check_same([cell()], out)
+    (tmp_path / "shape.json").write_text(json.dumps({"vocab_size": 64} | SHAPE | {"d_ff": 16}))
+    with pytest.raises(ValueError, match="was trained with another shape: name"):
+        own.check_same([cell()], out)
+    write(cells=[CELLS[-1] | {"layers": ["head=fp8"]}])
+    with pytest.raises(ValueError, match="was trained with another recipe, shape: name"):
+        own.check_same([cell()], out)
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Whole runs that begin with a Hugging Face checkpoint and end in one, on the bytes of a text."""
 
+import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,12 +19,14 @@ from support.llamas import GOLDEN, SMALL, params_of, rewrite_params, tensors
 import eval as evaluation_program
 import train as training_program
 from models import decoder
-from models.configs import to_dict
+from models.configs import get_config, to_dict
 from training import huggingface as huggingface_program
 from training import huggingface as huggingface_runs
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedDataset
 from training.huggingface import export_checkpoint, import_checkpoint
+from training.model_card import model_card
+from training.run.record import to_json
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
 
@@ -203,3 +207,18 @@ def test_an_interrupted_import_leaves_nothing(checkpoint, tmp_path, monkeypatch,
     assert capfd.readouterr().err.endswith(": interrupted\n")
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize(("weights", "loss"), [(None, "2.5000"), ("ema", "2.2500")])
+def test_the_card_has_the_loss_of_the_exported_weights_and_the_run_s_command(tmp_path, weights, loss):
+    flags = ["--ema", "0.9", "--set", "wgrad.rhs.rounding=stochastic", "--set", "fprop.*.scale_rule=even"]
+    config = parse([*flags, "--policy", "wgrad"])
+    evaluated = {"step": 7, "eval_loss": 2.5, "ema_eval_loss": 2.25}, {"step": 9, "eval_loss": 1}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluated))
+    saved = {"config": to_json(config), "model": to_dict(get_config("tiny"))}
+    card = model_card(tmp_path, saved, 8, "not quantized", weights)
+    assert f"| Validation loss | {loss} at step 7 |" in card
+    assert ("| average over the steps (--ema 0.9), not quantized |" in card) == (weights == "ema")
+    command = next(line for line in card.splitlines() if line.startswith("| Command")).split("`")[1]
+    parsed = parse(shlex.split(command)[2:])
+    assert dataclasses.replace(parsed, out=None) == config

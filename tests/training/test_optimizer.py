@@ -54,9 +54,13 @@ def test_other_schedules_by_hand(flags, rates):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--adam-lr 1e-3", "--adam-lr 0.001 is for --optimizer muon: adamw takes --lr"),
         ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
         ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
-        ("--mllog --ema 0.9", "--mllog is of a run by AdamW and a cosine"),
+        (
+            "--preset mlperf-llama3.1-8b --ema 0.9 --no-decay head",
+            "--mllog: MLPerf's log has no name for --no-decay, --ema; leave that out, or add --no-mllog",
+        ),
     ],
 )
 def test_flags_without_effect_room_or_record_are_refused(flags, said, capsys):

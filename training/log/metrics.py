@@ -186,7 +186,8 @@ def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
 
 
 _NUMBERS = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "tflops_per_device", "mfu")
-_NUMBERS += ("memory_peak_bytes", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "sqnr_db")
+_NUMBERS += ("memory_peak_bytes", "eval_loss", "ema_eval_loss", "eval_perplexity", "eval_bits_per_byte")
+_NUMBERS += ("sqnr_db",)
 
 
 def parse_record(line: bytes) -> dict[str, Any]:

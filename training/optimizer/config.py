@@ -97,13 +97,18 @@ def bytes_a_parameter(config: OptimizerConfig) -> int:
 _LOGGED = ("lr", "warmup_steps", "min_lr_ratio", "b1", "b2", "eps", "weight_decay", "clip")
 
 
-def mlperf_describes(config: OptimizerConfig) -> bool:
-    """Returns whether MLPerf's log has a name for every value that is not the default."""
-    return config == OptimizerConfig(**{name: getattr(config, name) for name in _LOGGED})
+def check_logged(config: OptimizerConfig) -> None:
+    """Raises ValueError if MLPerf's log has no name for a value that is not the default."""
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in _LOGGED)
+    if others := [name for name in fields if getattr(config, name) != getattr(OptimizerConfig, name)]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ValueError(f"--mllog: MLPerf's log has no name for {flags}; leave that out, or add --no-mllog")
 
 
-def check_schedule(config: OptimizerConfig, steps: int) -> None:
-    """Raises ValueError if the decay of a run of so many steps has no effect or no room."""
+def check_effect(config: OptimizerConfig, steps: int) -> None:
+    """Raises ValueError if a flag has no effect, or the decay no room in a run of so many steps."""
+    if config.adam_lr is not None and config.optimizer != "muon":
+        raise ValueError(f"--adam-lr {config.adam_lr} is for --optimizer muon: {config.optimizer} takes --lr")
     if config.decay is None:
         return
     if config.schedule != "wsd":

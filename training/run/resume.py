@@ -83,7 +83,7 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
         changes = {"optimizer": optimizer, "steps": step + decay}
     observe = dataclasses.replace(begun.observe, profile=None)
     changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}
-    return dataclasses.replace(begun, **changes, mesh=None, distributed=False)
+    return dataclasses.replace(begun, **changes, mesh=None, devices=None, distributed=False)
 
 
 def begun_run(folder: pathlib.Path) -> Config | None:
@@ -142,6 +142,7 @@ def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None
         if name not in may_change
         and begun[name] != asked[name]
         and not (name == "data" and _same_blend(begun[name], asked[name]))
+        and not (name == "branch" and begun[name] and asked[name] in begun[name].parents[1:2])
         and not (name == "steps" and asked[name] > begun[name])
     ]
     if differences:

@@ -144,6 +144,10 @@ def choose(config: Config, folder: pathlib.Path) -> Choice:
     saved = {} if source is None else read_run_to_resume(source)
     if (begun := begun_config(saved)) is not None:
         check_same_run(config, begun, source or folder, taken)
+    if config.branch is not None and begun is not None:
+        # If it names a run, that may have a newer checkpoint when this one begins or is resumed.
+        branch = (source or folder) / "checkpoints" / str(taken)
+        config = dataclasses.replace(config, branch=begun.branch if config.resume else branch)
     config, model = choose_model(config, source or folder, saved)
     phases = choose_phases(config, model, taken, saved)
     check_computation(config, model, phases)

@@ -1,6 +1,7 @@
 """Extension of a run by --resume --steps: equal to a longer run, or refused with the reason."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -8,13 +9,17 @@ import numpy as np
 import pytest
 
 import train as training_program
+from models import decoder
+from models.configs import get_config, to_dict
 from training.command_line import parse
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, PrecisionConfig
 from training.data.indexed_dataset import IndexedWriter
 from training.data.megatron import load_megatron
-from training.phases import Phase
+from training.phases import Phase, phases_of, to_record
 from training.run.checkpoints import Checkpoints
+from training.run.record import to_json, write_run_config
 from training.run.resume import check_extension, check_order, extend_phases
+from training.run.setup import choose
 
 CONSTANT = OptimizerConfig(min_lr_ratio=1.0)
 
@@ -132,3 +137,27 @@ def test_an_order_that_depends_on_the_length_is_refused(tmp_path):
     check_order(corpus, runs[59], runs[40])
     with pytest.raises(ValueError, match="in the order for 1 epoch, and would be in that for 2 epochs with"):
         check_order(corpus, runs[60], runs[59])
+
+
+def test_a_branch_of_a_run_stays_at_its_checkpoint_while_that_run_goes_on(tmp_path):
+    """Also where it is resumed before it has a checkpoint of its own; devices are what there are."""
+    origin, out = tmp_path / "run", tmp_path / "branch"
+    changed = "--set", "wgrad.rhs.rounding=stochastic"
+    begun = parse(["--policy", "wgrad; fp8 from 0.82", *changed, "--devices", "3", "--schedule", "constant"])
+    model = get_config("tiny")
+    phases = phases_of(begun.precision, begun.steps, functools.partial(decoder.layer_policies, model))
+    facts = {"source": "", "train_tokens": 9, "validation_tokens": 9, "crc32": ""}
+    record = {"model": to_dict(model), "data": facts} | to_record(phases)
+    (origin / "checkpoints" / "100").mkdir(parents=True)
+    write_run_config(origin, record | {"config": to_json(begun)})
+    config = choose(parse(["--branch", str(origin), "--out", str(out), *changed]), out).config
+    assert config.branch == origin / "checkpoints" / "100"
+    assert config.devices is None
+    out.mkdir()
+    write_run_config(out, record | {"config": to_json(config)})
+    (origin / "checkpoints" / "200").mkdir()
+    for flags in ([], ["--branch", str(origin)]):
+        resumed = choose(parse(["--resume", "--out", str(out), *flags]), out).config
+        assert resumed.branch == config.branch
+    with pytest.raises(ValueError, match=r"--branch: the run has .*/100, the command line .*/200"):
+        choose(parse(["--resume", "--out", str(out), "--branch", f"{origin}/checkpoints/200"]), out)
