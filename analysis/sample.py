@@ -1,5 +1,6 @@
 """Text from a run's model: `python eval.py sample RUN --prompt TEXT`."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from analysis.restore import Restored, RunArguments
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.generation import Options, cache_bytes, generate
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
@@ -152,7 +154,7 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
     path, paths = find_tokenizer(run, data)
     if path is None:
         raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
-    return _tokenizer_codec(path)
+    return _tokenizer_codec(path, restored.documents)
 
 
 def _reads_bytes(restored: Restored) -> bool:
@@ -160,12 +162,12 @@ def _reads_bytes(restored: Restored) -> bool:
     return restored.model.vocab_size == VOCAB_SIZE
 
 
-def _tokenizer_codec(path: pathlib.Path) -> Codec:
+def _tokenizer_codec(path: pathlib.Path, documents: Documents | None) -> Codec:
     tokenizer = load_tokenizer(path)
-    try:
-        _, end = end_of_document(tokenizer, None)
-    except ValueError:
-        end = None
+    end = None if documents is None else documents.end  # which may have any name
+    if end is None:
+        with contextlib.suppress(ValueError):
+            _, end = end_of_document(tokenizer, None)
     # As in training.tokenize, nothing is added to the text.
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     return Codec(lambda text: encode(text).ids, tokenizer.decode, end)

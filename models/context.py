@@ -7,6 +7,7 @@ tokens, their blocks and their random bits are those of one device. Only RoPE an
 know of it. Shapes in names as in `models.decoder`; S counts the tokens of a row, T those of a sequence.
 """
 
+import contextlib
 from collections.abc import Mapping
 
 from jaxtyping import Array, Shaped
@@ -27,7 +28,7 @@ def sequence_parts(sizes: Mapping[str, int], sequences: int, length: int) -> int
     if not own or devices % own:
         raise ValueError(
             f"--mesh context={devices} needs a divisor or a multiple of {devices} sequences at once in each "
-            f"data x fsdp group, got {own}; change --batch-size or --accumulate"
+            f"data x expert x fsdp group, got {own}; change --batch-size or --accumulate"
         )
     parts = devices // own
     if length % (BLOCK * parts) or not length:
@@ -39,9 +40,21 @@ def sequence_parts(sizes: Mapping[str, int], sequences: int, length: int) -> int
     return parts
 
 
-def row_unit(sizes: Mapping[str, int]) -> int:
-    """Returns a number of tokens whose multiples every sequence may have; see `sequence_parts`."""
-    return BLOCK * sizes["context"] if sizes["context"] > 1 else 1
+def fewest_sequences(sizes: Mapping[str, int], sequences: int, length: int) -> tuple[int, int]:
+    """Returns the least of these sequences that a mesh of these sizes can share, and a unit of their length.
+
+    It can share as many of every shorter length that is a multiple of the unit.
+
+    Args:
+      sizes: the size of each mesh axis.
+      sequences, length: numbers that `sequence_parts` accepts.
+    """
+    groups = batch_parts_of(sizes)
+    for few in range(groups, sequences + 1, groups):
+        with contextlib.suppress(ValueError):
+            parts = sequence_parts(sizes, few, length)
+            return few, BLOCK * parts if parts > 1 else 1
+    raise AssertionError("sequence_parts accepts all of them")
 
 
 def cut(x: Shaped[Array, "B T *rest"], parts: int) -> Shaped[Array, "rows S *rest"]:

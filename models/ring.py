@@ -223,5 +223,6 @@ def ring_bytes(q: jax.ShapeDtypeStruct, kv_heads: int) -> int:
       kv_heads: a device's key/value heads.
     """
     _, S, N, H = q.shape
-    scores = 0 if takes_part(q) else 12 * N * piece_of(S) * S
+    chunks = jax.ShapeDtypeStruct((2, S // 2, N, H), q.dtype)  # which kernels may not take, but rows
+    scores = 0 if takes_part(chunks) else 12 * N * piece_of(S) * S
     return scores + S * H * (12 * N + 24 * kv_heads)

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.context import fewest_sequences
 from models.decoder import AXES, Params, abstract_params
 from models.sharding import AXES as MESH_AXES
 from models.sharding import RULES, batch_parts_of, parts_of, spec
@@ -170,11 +171,11 @@ def on_mesh(mesh: Mesh, eval_step: Any) -> Any:
     A batch that the mesh does not divide is padded with copies of its last sequence, whose losses get weight
     0. Copies leave the scales of whole tensors unchanged.
     """
-    parts, context = batch_parts_of(mesh.shape), mesh.shape["context"]
+    whole = batch_parts_of(mesh.shape) * mesh.shape["context"]  # a sequence for each device
 
     def step(params, batch: np.ndarray, key: jax.Array) -> jax.Array:
-        # A sequence for each group of `context` devices, or for each device.
-        unit = parts if len(batch) <= parts else parts * context
+        few, _ = fewest_sequences(mesh.shape, whole, batch.shape[1] - 1)
+        unit = few if len(batch) <= few else whole
         missing, weights = -len(batch) % unit, None
         if missing:
             weights = np.repeat(np.array([1, 0], np.float32), [len(batch), missing])

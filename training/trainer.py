@@ -15,12 +15,11 @@ import optax
 
 from models import decoder
 from models.configs import DecoderConfig
-from models.context import row_unit
+from models.context import fewest_sequences
 from models.decoder import Params
 from models.documents import Documents
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
-from models.sharding import batch_parts_of
 from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
@@ -121,9 +120,8 @@ class Trainer:
 
     def measure(self, state: TrainState, batch: jax.Array) -> dict[str, Any]:
         """Returns the error of each layer's GEMMs in a step, and what its routers do."""
-        mesh = self._plan.mesh.shape
-        if mesh["context"] > 1:
-            batch = batch[: batch_parts_of(mesh)]  # any more may be a number that devices cannot share
+        if self._plan.mesh.shape["context"] > 1:
+            batch = batch[: shared_by_mesh(self._plan)[0]]  # devices may be unable to share a few more
         found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
         if self._plan.model.experts is None:
             return found
@@ -202,12 +200,18 @@ def make_programs(
             empty,
             config.seed,
             tokens_a_part,
-            batch_parts_of(plan.mesh.shape),
-            row_unit(plan.mesh.shape),
+            *shared_by_mesh(plan),
             options_for((*phase.layers.policies, get_policy("fp32"))),
         ),
         jax.jit(lambda *arguments: measured(*arguments)[1].routing, compiler_options=xla_options),
     )
+
+
+def shared_by_mesh(plan: Plan) -> tuple[int, int]:
+    """Returns `fewest_sequences` of a part of a batch."""
+    data = plan.config.data
+    sequences = data.batch_size // plan.config.accumulate
+    return fewest_sequences(plan.mesh.shape, sequences, data.seq_len)
 
 
 def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:

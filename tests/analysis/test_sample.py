@@ -19,6 +19,7 @@ from analysis import sample as sampling
 from analysis.restore import restore
 from analysis.sample import Codec, SampleConfig, codec_of
 from models import decoder
+from models.documents import Documents
 from training.command_line import parse
 from training.files import HUGGINGFACE
 
@@ -69,16 +70,18 @@ def test_a_text_beyond_the_training_s_length_is_told(run, capsys):
     assert "the text has 9 tokens with its prompt, and the run has --seq-len 8" in capsys.readouterr().err
 
 
-def test_the_tokenizer_is_the_data_s(run, tmp_path):
+@pytest.mark.parametrize(("documents", "end"), [(None, 0), (Documents(3), 3)])
+def test_the_tokenizer_is_the_data_s(run, tmp_path, documents, end):
+    """And a document ends with the run's own token, or else by a usual name."""
     words = {"<eos>": 0, "the": 1, "square": 2, "is": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "data.tokenizer.json"))
     (tmp_path / "data.idx").touch()
     restored = restore(SampleConfig(run))
-    restored = restored._replace(config=parse(["--data", str(tmp_path / "data")]))
+    restored = restored._replace(config=parse(["--data", str(tmp_path / "data")]), documents=documents)
     codec = codec_of(run, restored)
-    assert (codec.encode("the square"), codec.decode([1, 3]), codec.end) == ([1, 2], "the is", 0)
+    assert (codec.encode("the square"), codec.decode([1, 3]), codec.end) == ([1, 2], "the is", end)
     pathlib.Path(tmp_path / "data.tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer; one of .*data.tokenizer.json, .* must exist"):
         codec_of(run, restored)

@@ -6,9 +6,13 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from models.context import sequence_parts
+from models.context import fewest_sequences, sequence_parts
+from models.ring import ring_bytes
+from mxjax.runtime.devices import Target
 from training.sharding import parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -75,6 +79,23 @@ def test_sequences_are_cut_only_as_far_as_there_are_too_few(text, sequences, len
 
 
 @pytest.mark.parametrize(
+    ("text", "sequences", "length", "few"),
+    [
+        ("context=8", 8, 256, (1, 256)),
+        ("context=8", 2, 128, (2, 128)),  # of one sequence, blocks would straddle rows
+        ("context=4,data=2", 24, 100, (8, 1)),
+        ("context=4,data=2", 4, 128, (2, 128)),
+        ("fsdp=8", 16, 33, (8, 1)),
+    ],
+)
+def test_evaluations_and_measurements_need_no_more_than_training(text, sequences, length, few):
+    sizes = parse_mesh(text, 8)
+    sequence_parts(sizes, sequences, length)
+    assert fewest_sequences(sizes, sequences, length) == few
+    sequence_parts(sizes, few[0], few[1])
+
+
+@pytest.mark.parametrize(
     ("text", "sequences", "length", "message"),
     [
         ("context=8", 3, 256, "a divisor or a multiple of 8 sequences .*, got 3; change --batch-size"),
@@ -85,3 +106,11 @@ def test_sequences_are_cut_only_as_far_as_there_are_too_few(text, sequences, len
 def test_sequences_that_devices_cannot_share_are_an_error(text, sequences, length, message):
     with pytest.raises(ValueError, match=message):
         sequence_parts(parse_mesh(text, 8), sequences, length)
+
+
+@pytest.mark.parametrize(("length", "fused"), [(1024, True), (1152, False)])
+def test_scores_count_unless_kernels_take_chunks(monkeypatch, length, fused):
+    monkeypatch.setattr("models.partial_attention.current_target", lambda: Target("cuda", "sm_90"))
+    q = jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16)
+    scores = ring_bytes(q, 2) - length * 128 * (12 * 8 + 24 * 2)
+    assert scores == (0 if fused else 12 * 8 * 384 * length)
