@@ -68,6 +68,7 @@ def run(text, out, *flags):
 @pytest.mark.slow
 def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     import_checkpoint(checkpoint, tmp_path / "imported")
+    (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()  # its tokens are bytes here
     before = evaluation_program.evaluate(
         evaluation_program.EvalConfig(tmp_path / "imported", data=str(text), batches=2)
     )
@@ -81,7 +82,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     assert abs(first["loss"] - before["eval_loss"]) < 0.1
     export_checkpoint(tmp_path / "tuned", tmp_path / "out")
     kept = sorted(f.name for f in (tmp_path / "out").iterdir())
-    assert kept == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert kept == ["README.md", "config.json", "model.safetensors"]
     assert tensors(tmp_path / "out").keys() == tensors(checkpoint).keys()
     # In place, the same weights and steps give the same run.
     run(text, tmp_path / "imported", "--resume", *steps)
@@ -150,6 +151,17 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
     empty.mkdir()
     shutil.copyfile(tmp_path / "imported" / "config.json", empty / "config.json")
     init = ["--init", str(tmp_path / "imported")]
+    with pytest.raises(SystemExit, match=r"without --data .*tokenize .*huggingface/tokenizer\.json"):
+        training_program.train(parse([*FLAGS, *init, "--out", str(tmp_path / "run")]))
+    with pytest.raises(SystemExit, match=r"--data .* is text, .* has its own tokenizer; tokenize it by"):
+        run(text, tmp_path / "run", *init)
+    for data, message in [
+        (None, "without --eval-data it would read bytes"),
+        (str(text), "is text, .* its own"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            evaluation_program.evaluate(evaluation_program.EvalConfig(tmp_path / "imported", data=data))
+    (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
     for flags, message in [
         ([*init, "--model", "60m"], "leave out --model"),
         ([*init, "--vocab-size", "301"], "holds other with 300 tokens"),
@@ -165,8 +177,6 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
         with pytest.raises(SystemExit, match=message):
             run(text, tmp_path / "run", *flags)
         assert not (tmp_path / "run").exists()
-    with pytest.raises(SystemExit, match=r"without --data .*tokenize .*huggingface/tokenizer\.json"):
-        training_program.train(parse([*FLAGS, *init, "--out", str(tmp_path / "run")]))
 
 
 @pytest.mark.slow

@@ -63,18 +63,34 @@ def find_tokenizer(run: pathlib.Path, data: Sequence[str]) -> tuple[pathlib.Path
     return found, paths
 
 
+def own_tokenizer(run: pathlib.Path) -> pathlib.Path | None:
+    """Returns the tokenizer that was imported with a run's weights, if any was."""
+    path = run / HUGGINGFACE / "tokenizer.json"
+    return path if path.exists() else None
+
+
+def how_to_tokenize(tokenizer: pathlib.Path, text: str = "FILES") -> str:
+    """Returns the command that tokenizes text by this tokenizer, in words."""
+    files = f"--input {shlex.quote(text)} --tokenizer {shlex.quote(str(tokenizer))}"
+    return f"tokenize it by the same tokenizer: python -m training.tokenize {files} --output PREFIX"
+
+
 def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
-    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown."""
-    begun = begun_run(run)
-    if begun is None or not begun.data.data or is_indexed([path]) or not pathlib.Path(path).exists():
+    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown.
+
+    Imported weights that have not trained here were trained on tokens of their own tokenizer.
+    """
+    if is_indexed([path]) or not pathlib.Path(path).exists():
         return
-    text, first = f"{flag} {path} is text, which is read as bytes", parse_blend(begun.data.data)[0][0]
+    begun, text = begun_run(run), f"{flag} {path} is text, which is read as bytes"
+    if begun is None or not begun.data.data:
+        if (tokenizer := own_tokenizer(run)) is not None:
+            raise ValueError(f"{text}, and {run} has its own tokenizer; {how_to_tokenize(tokenizer, path)}")
+        return
+    first = parse_blend(begun.data.data)[0][0]
     if is_indexed(begun.data.data):
-        files = f"--input {shlex.quote(path)} --tokenizer {shlex.quote(str(tokenizer_path(first)))}"
-        raise ValueError(
-            f"{text}, and {run} was trained on tokens of {first}; tokenize it likewise: "
-            f"python -m training.tokenize {files} --output PREFIX"
-        )
+        how = how_to_tokenize(tokenizer_path(first), path)
+        raise ValueError(f"{text}, and {run} was trained on tokens of {first}; {how}")
     if not pathlib.Path(first).exists() and model_of(read_run_config(run)).vocab_size != VOCAB_SIZE:
         raise ValueError(
             f"{text}, and {first}, which {run} was trained on, is gone, so that its tokens are unknown; "
