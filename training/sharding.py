@@ -52,7 +52,9 @@ def parse_mesh(text: str | None, devices: int | None) -> dict[str, int]:
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in MESH_AXES or not re.fullmatch("[1-9][0-9]{0,12}", size):
             axes = ", ".join(MESH_AXES)
-            raise ValueError(f"--mesh takes AXIS=SIZE,..., of the axes {axes}; got {part!r:.60}")
+            raise ValueError(
+                f"--mesh takes AXIS=SIZE,... with sizes from 1, of the axes {axes}; got {part!r:.60}"
+            )
         if name in sizes:
             raise ValueError(f"--mesh {text} names {name} twice; give each axis one size")
         sizes[name] = int(size)

@@ -154,8 +154,11 @@ class SpikeDetector:
 
 def in_words(spike: Spike) -> str:
     """Returns the loss and the gradient norm of a spike, and how far they are from the recent ones."""
-    return (
+    loss = (
         f"loss {spike.loss:.4f}, {spike.loss_deviations:+.1f} deviations from the recent median "
-        f"{spike.loss_median:.4f}; gradient norm {spike.grad_norm:.4g}, "
-        f"{spike.grad_norm / spike.grad_norm_median:.3g} times the recent median"
+        f"{spike.loss_median:.4f}"
     )
+    times = spike.grad_norm / spike.grad_norm_median
+    norm = f"gradient norm {spike.grad_norm:.4g}, {times:.3g} times the recent median"
+    by_loss = spike.loss_deviations >= DEVIATIONS
+    return f"{loss}; {norm}" if by_loss else f"{norm}; {loss}"

@@ -74,7 +74,8 @@ def tokenize(config: TokenizeConfig) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, prefix):
         check_plan(folder, plan)
-        path = _tokenizer(config, folder, files)
+        with _removed_without_work(folder):
+            path = _tokenizer(config, folder, files)
         tokenizer = load_tokenizer(path)
         name, eod = end_of_document(tokenizer, config.eod) if config.append_eod else (None, None)
         size = tokenizer_vocab_size(path)
@@ -104,6 +105,17 @@ def _locked(folder: pathlib.Path, prefix: pathlib.Path) -> Iterator[None]:
         except OSError as error:
             raise ValueError(f"--output {prefix}: another process is writing it") from error
         yield
+
+
+@contextlib.contextmanager
+def _removed_without_work(folder: pathlib.Path) -> Iterator[None]:
+    """Removes the folder if an error ends the block before there is work to continue."""
+    try:
+        yield
+    except ValueError:
+        if not holds_work(folder):
+            shutil.rmtree(folder)
+        raise
 
 
 def _tokenizer(config: TokenizeConfig, folder: pathlib.Path, files: list[str]) -> pathlib.Path:
