@@ -256,7 +256,7 @@ def check_computed(mesh) -> None:
             assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
 
 
-def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target):
+def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target, tiles=None):
     """Multiplies as the GEMM kernel does, by jax.numpy."""
     del target
     left, right = decode(KernelOperand(lhs, lhs_scales)), decode(KernelOperand(rhs, rhs_scales))

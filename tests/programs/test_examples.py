@@ -62,7 +62,7 @@ def test_a_model_is_transformed(capsys):
     assert float(printed[-1].split()[-1]) == pytest.approx(losses[-1], abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_speedrun_leaves_a_report_and_an_export_within_three_minutes_of_processor_time(tmp_path):
     pytest.importorskip("tokenizers")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

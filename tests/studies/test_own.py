@@ -76,7 +76,7 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
             "--layers takes PATTERN=POLICY",
         ),
         (
-            {"cells": [{"name": "a", "policy": "own.json", "deoscillate": 3}]},
+            {"cells": [{"name": "a", "policy": "own.json", "deoscillate": "3"}]},
             "--deoscillate takes RATIO:PERIOD:START",
         ),
         ({"cells": ["heal"], "protocol": "constant-60m"}, "by train.py: its cosine ends with the run"),

@@ -217,9 +217,16 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
     assert [math.isnan(loss) for _, loss in found["evaluations"]] == [True] * (ending == "nan")
 
 
-@pytest.mark.parametrize("flags", [{"workers": 0}, {"minutes": -1.0}, {"minutes": math.nan}])
-def test_limits_that_leave_nothing_to_run_are_refused(tmp_path, flags):
-    with pytest.raises(SystemExit, match="--workers and --minutes are positive"):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"workers": 0}, "--workers must be at least 1 and at most 1,024, got 0"),
+        ({"minutes": -1.0}, "--minutes must be positive, got -1.0"),
+        ({"minutes": math.nan}, "--minutes must be positive, got nan"),
+    ],
+)
+def test_limits_that_leave_nothing_to_run_are_refused(tmp_path, flags, message):
+    with pytest.raises(SystemExit, match=message):
         program.run("ladder-60m", out=tmp_path, data="none", eval_data="none", **flags)
 
 
