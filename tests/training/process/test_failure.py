@@ -52,7 +52,7 @@ def start(tmp_path, bad: int, error: str, silent: int):
     command = [sys.executable, "-c", PROGRAM.replace("{error}", error), "--distributed", *FLAGS.split()]
     return [
         subprocess.Popen(
-            [*command, "--data", str(ROOT / "docs"), "--out", str(tmp_path / f"run-{bad}")],
+            [*command, "--data", str(ROOT / "README.md"), "--out", str(tmp_path / f"run-{bad}")],
             cwd=ROOT,
             env=environment | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
             **pipes,
