@@ -205,7 +205,7 @@ def _attend_part(start: int, q_BPNH, k_BTGH, v_BTGH, first_key_BP, sinks_N) -> F
 def kernel_on(
     target: Target | None, cuda: bool, q: jax.Array | jax.ShapeDtypeStruct, is_plain: bool
 ) -> Kernel:
-    """Returns what computes attention of these queries on a device.
+    """Returns the kernel that computes attention of these queries on a device, or "xla".
 
     Args:
       target: the target of Triton kernels there; None where they do not run.

@@ -113,7 +113,12 @@ class Placement(NamedTuple):
 
 
 def place(shape: Shape, counts_PE: Int32[Array, "P E"], me: Int32[Array, ""]) -> tuple[Runs, Placement]:
-    """Returns what travels, and where this device's rows are, from the numbers of tokens of each device."""
+    """Returns the runs that travel, and the placement of this device's rows.
+
+    Args:
+      counts_PE: each device's tokens of each expert.
+      me: this device.
+    """
     P, N, G, unit = shape.devices, shape.owners, shape.experts, shape.unit
     totals_E = jnp.sum(counts_PE, axis=0)
     filled_NG = (-(-totals_E // unit) * unit).reshape(N, G)

@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What reading tokens leaves for later ones.
+    """Keys and values of the tokens that were read, for later ones.
 
     Attributes:
       blocks: the keys and values of consecutive blocks that keep as many tokens, by `cached_tokens`; zero

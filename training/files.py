@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pathlib
+import shlex
 import zlib
 from typing import IO, Any
 
@@ -51,6 +52,15 @@ def make_absolute(config: Any, *texts: str) -> None:
     for field in dataclasses.fields(config):
         value = absolute(getattr(config, field.name), field.name in texts)
         object.__setattr__(config, field.name, value)
+
+
+def check_parent(flag: str, path: pathlib.Path) -> None:
+    """Raises ValueError, with the command that mends it, if a file that a flag names has no folder."""
+    if not os.path.isdir(path.parent):
+        raise ValueError(
+            f"{flag} {path}: there is no folder {path.parent}; make it: "
+            f"mkdir -p {shlex.quote(os.path.realpath(path.parent))}"
+        )
 
 
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:

@@ -69,7 +69,7 @@ _SYNONYMS = {
 
 
 def _by_name() -> Mapping[str, tuple[str, ...]]:
-    """Returns what each name of another program is among ours; the first that a program has counts."""
+    """Returns our flags for each name of another program's flag, in the order of `_SYNONYMS`."""
     found: dict[str, tuple[str, ...]] = {}
     for ours, names in _SYNONYMS.items():
         for name in names.split():

@@ -179,7 +179,7 @@ def export_checkpoint(
     check_ranges({"shard_gb": shard_gb}, {"shard_gb": _SHARD_GB})
     run, target = absolute_path(run), absolute_path(target)
     calibrate = calibrate and str(absolute_path(calibrate))
-    template = None if chat_template is None else _template(absolute_path(chat_template))
+    template = chat_template and _template(absolute_path(chat_template))
     _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
@@ -191,17 +191,15 @@ def export_checkpoint(
             )
         _check_finite(run, views(config, params), allow_nonfinite)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
-        packing, phases = _Packing(None, {}, "not quantized", None), quantize and from_record(saved)
-        layers = phase_at(phases, at).layers if phases else None
+        packing = _Packing(None, {}, "not quantized", None)
         if quantize is not None:
             dtype = "bfloat16"
+            phases = from_record(saved)
+            layers = phase_at(phases, at).layers if phases else None
             packing = _pack(config, layers, quantize, scale_rule, calibrate is not None)
             print(packing.line)
-        if calibrate is not None:
-            layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-            seq_len = saved["config"]["data"]["seq_len"]
-            inputs = largest_inputs(run, config, params, layers, calibrate, seq_len)
-            packing = packing._replace(inputs=inputs)
+            if calibrate is not None:
+                packing = packing._replace(inputs=_inputs(run, saved, config, params, layers, calibrate))
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
         if packing.layout is not None:
@@ -209,7 +207,7 @@ def export_checkpoint(
             raw |= {"quantization_config": packing.layout.configuration(others, activations=activations)}
         _write_small_files(folder, run, saved, raw, config)
         if template is not None:
-            (folder / "chat_template.jinja").write_bytes(template.encode())
+            (folder / "chat_template.jinja").write_bytes(template)
         if quantize == "gguf":
             library, file = importlib.import_module("gguf"), folder / "model.gguf"
             write_gguf(library, file, config, params, packing.operands, raw)
@@ -252,6 +250,19 @@ def _pack(
     return _Packing(layout, *choose_operands(config, layers, scale_rule, number), None)
 
 
+def _inputs(
+    run: pathlib.Path,
+    saved: Mapping[str, Any],
+    config: DecoderConfig,
+    params: decoder.Params,
+    layers: LayerPolicies | None,
+    data: str,
+) -> dict[str, float]:
+    """Returns the largest inputs on the data, in the policies given, or in bfloat16."""
+    layers = layers or decoder.layer_policies(config, get_policy("bf16"))
+    return largest_inputs(run, config, params, layers, data, saved["config"]["data"]["seq_len"])
+
+
 def _check_format_flags(
     quantize: str | None,
     dtype: str | None,
@@ -277,12 +288,12 @@ def _check_format_flags(
         check_extra("serving", "--quantize gguf", "gguf")
 
 
-def _template(path: pathlib.Path) -> str:
-    """Returns the chat template in a file; raises ValueError if it holds none."""
+def _template(path: pathlib.Path) -> bytes:
+    """Returns the chat template in a file, in UTF-8; raises ValueError if it holds none."""
     name = f"--chat-template {path}"
     if path.is_dir() or not path.exists():
         raise ValueError(f"{name}: no such file")
-    return read_text(path, name)
+    return read_text(path, name).encode()
 
 
 def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:

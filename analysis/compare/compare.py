@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import os
 import pathlib
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -23,7 +21,7 @@ from analysis.compare.runs import (
 )
 from analysis.compare.tokens import lengths_of, token_statistics, token_table
 from training import mlperf
-from training.files import make_absolute
+from training.files import check_parent, make_absolute
 from training.log.display import text_table
 from training.process.start import output_errors
 from training.ranges import FINITE, check_ranges
@@ -58,11 +56,7 @@ class CompareConfig:
         if not self.runs:
             raise ValueError("name the folder of at least one run")
         for path in self.plot:
-            if not path.parent.exists():
-                raise ValueError(
-                    f"--plot {path}: there is no folder {path.parent}; make it: "
-                    f"mkdir -p {shlex.quote(os.path.realpath(path.parent))}"
-                )
+            check_parent("--plot", path)
 
 
 def compare(arguments: CompareConfig) -> dict[str, Any]:

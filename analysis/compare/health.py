@@ -12,13 +12,12 @@ from training.log.display import text_table
 
 
 def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Returns what each group's runs say of their training; a number that no run has is None.
+    """Returns gradient norms, spikes, SQNR and evaluations of each group; None for a number that no run has.
 
-    "grad_norm" is the median over the last LAST of the steps, "largest_grad_norm" the largest of all; what
-    is not finite counts in neither.
-    "spikes" are the steps of each run (`training.log.spikes`). "sqnr_db" has the mean decibels of each GEMM
-    over layers and runs at their last measurement, "sqnr_db_by_kind" those of each kind of layer, and
-    "eval_sets" the last loss and bits per byte of each set, in means over the runs.
+    "grad_norm" is the median over the last LAST of the steps, "largest_grad_norm" the largest of all, both
+    without those that are not finite. "spikes" are the steps of each run (`training.log.spikes`). "sqnr_db"
+    has the mean decibels of each GEMM over layers and runs at their last measurement, "sqnr_db_by_kind" those
+    of each kind of layer, and "eval_sets" the last loss and bits per byte of each set, in means over runs.
     """
     found = []
     for group in groups:

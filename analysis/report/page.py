@@ -124,7 +124,7 @@ def beside(*parts: str) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """Returns what opens when its summary is touched."""
+    """Returns a summary that shows its body when it is clicked."""
     return f"<details><summary>{html.escape(summary)}</summary>{body}</details>"
 
 

@@ -15,7 +15,7 @@ from analysis.report.page import BEGINNING, page
 from analysis.report.read import ReportedRun, read
 from analysis.restore import restore
 from analysis.sample import SampleConfig, generate_text
-from training.files import make_absolute, write_atomically
+from training.files import check_parent, make_absolute, write_atomically
 from training.process.start import output_errors
 from training.ranges import COUNT, check_ranges
 
@@ -63,11 +63,7 @@ def _check_out(path: pathlib.Path) -> None:
     """Raises ValueError unless a report may be written here: where nothing is, or over a report."""
     if os.path.isdir(path):
         raise ValueError(f"--out {path} is a folder; name a file in it, as {path / 'report.html'}")
-    if not os.path.isdir(path.parent):
-        raise ValueError(
-            f"--out {path}: there is no folder {path.parent}; make it: "
-            f"mkdir -p {shlex.quote(os.path.realpath(path.parent))}"
-        )
+    check_parent("--out", path)
     if os.path.lexists(path) and not _is_report(path):
         raise ValueError(f"--out {path} exists and is no report; name another file")
 

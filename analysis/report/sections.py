@@ -213,7 +213,12 @@ def _finite(points: Mapping[int, float]) -> dict[int, float]:
 
 
 def samples(run: ReportedRun, texts: Sequence[tuple[str, str]], command: str) -> str:
-    """Returns what the run's model writes after prompts: pairs of a prompt and its continuation."""
+    """Returns the section of prompts and their continuations by the run's model.
+
+    Args:
+      texts: pairs of a prompt and its continuation.
+      command: what generates them.
+    """
     if not texts:
         return section("Samples", missing("None asked for; add prompts to the report with", command))
     body = "".join(

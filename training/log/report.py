@@ -56,7 +56,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
 
 
 def attention_text(plan: Plan) -> str:
-    """Returns what attention sees of a sequence of several documents."""
+    """Returns the line that says whether attention crosses documents."""
     if (documents := plan.documents) is None:
         return "attention over whole sequences, across documents"
     counted = ", where positions restart" if documents.restart_positions else ""

@@ -35,7 +35,7 @@ _MORE_DEVICES = 4  # doublings to try
 
 
 class Setting(NamedTuple):
-    """What may be changed without another result but for the order of sums."""
+    """Settings that change memory, and of the results only the order of sums."""
 
     remat: Remat
     accumulate: int
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What decides a step's memory besides the setting."""
+    """A configuration, from which `memory` estimates a step under any setting."""
 
     config: Config
     model: DecoderConfig
@@ -130,7 +130,7 @@ def forecast(config: Config) -> str:
 
 
 def _outline(config: Config) -> Forecast:
-    """Returns what the configuration decides, checked as at the start of a run."""
+    """Returns the model, phases and documents of a configuration, checked as at the start of a run."""
     config, model, phases, _, saved = choose(config, config.folder())
     if begun_config(saved) is not None:
         return Forecast(config, model, phases, documents_of_run(saved))

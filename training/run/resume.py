@@ -56,7 +56,7 @@ class Branch(NamedTuple):
 
 
 def branch_point(path: pathlib.Path) -> Branch:
-    """Returns what --branch names: a run, at its newest checkpoint, or RUN/checkpoints/STEP.
+    """Returns the run and the step of --branch RUN, its newest checkpoint, or --branch RUN/checkpoints/STEP.
 
     Raises:
       ValueError: there is no such checkpoint, or no run that has begun.

@@ -22,7 +22,7 @@ PROGRAM = """
 import os, runpy, sys, time
 from training.log.reporter import RunLog
 from training.process import failure
-failure._SILENT = int(os.environ["SILENT"])
+failure._SILENT = 10
 traced, bad = RunLog.traced, os.environ["BAD"]
 
 def fails(self, step, *arguments):
@@ -36,17 +36,12 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def start(tmp_path, bad: int, error: str, silent: int):
-    """Starts train.py as two processes, one of which raises an error before the fourth step.
-
-    Args:
-      silent: seconds after which a process that counts no more is dead; a busy machine holds one up for some.
-    """
+def start(tmp_path, bad: int, error: str):
+    """Starts train.py as two processes, one of which raises an error before the fourth step."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "BAD": str(bad)}
-    environment["SILENT"] = str(silent)
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which would take longer than the steps
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", PROGRAM.replace("{error}", error), "--distributed", *FLAGS.split()]
@@ -65,7 +60,7 @@ def start(tmp_path, bad: int, error: str, silent: int):
     "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
-    runs = start(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")', silent=60)
+    runs = start(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
     outputs = [run.communicate(timeout=400) for run in runs]
     ended = time.time()
     assert "now " in outputs[bad][0], outputs
@@ -79,7 +74,7 @@ def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
 
 @pytest.mark.exhaustive
 def test_a_process_that_is_killed_ends_the_other_in_one_line(tmp_path):
-    runs = start(tmp_path, 1, "os.kill(os.getpid(), 9)", silent=10)
+    runs = start(tmp_path, 1, "os.kill(os.getpid(), 9)")
     outputs = [run.communicate(timeout=400) for run in runs]
     ended = time.time()
     assert "now " in outputs[1][0], outputs
