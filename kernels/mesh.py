@@ -21,8 +21,14 @@ Axis = tuple[str, dict[str, int], list[str]]
 """An axis as a rule writes it, the sizes of its compound factors, and the factors that are never sharded."""
 
 
-def batched_by_vmap(run: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """Returns `run` of arrays and results that begin with a batch axis, which vmap's mapped axis joins."""
+def batched_by_vmap(
+    run: Callable[..., list[jax.Array]], shared: int | None = None
+) -> Callable[..., list[jax.Array]]:
+    """Returns `run` of arrays and results that begin with a batch axis, which vmap's mapped axis joins.
+
+    Args:
+      shared: the number of an array, not the first, whose batch axis may be 1: one for all others.
+    """
 
     @jax.custom_batching.custom_vmap
     def call(*arrays):
@@ -30,12 +36,16 @@ def batched_by_vmap(run: Callable[..., list[jax.Array]]) -> Callable[..., list[j
 
     @call.def_vmap
     def _(size, mapped, *arrays):
-        every = [
-            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            for x, has_axis in zip(arrays, mapped, strict=True)
-        ]
-        results = call(*(x.reshape(-1, *x.shape[2:]) for x in every))
-        return [y.reshape(size, -1, *y.shape[1:]) for y in results], [True] * len(results)
+        batch = arrays[0].shape[int(mapped[0])]
+
+        def joined(i: int, x: jax.Array) -> jax.Array:
+            if i == shared and not mapped[i] and x.shape[0] == 1:
+                return x
+            x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
+            return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
+
+        results = call(*(joined(i, x) for i, x in enumerate(arrays)))
+        return [y.reshape(size, batch, *y.shape[1:]) for y in results], [True] * len(results)
 
     return call
 

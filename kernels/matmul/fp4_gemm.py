@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 from triton import knobs
@@ -30,7 +29,7 @@ from mxjax.kernels.matmul.tiles import (
     options_of,
     table_of,
 )
-from mxjax.kernels.mesh import partitioned
+from mxjax.kernels.mesh import batched_by_vmap, partitioned
 from mxjax.numerics.formats import BLOCK
 from mxjax.runtime.devices import Target, current_target
 
@@ -119,7 +118,6 @@ def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[...,
     def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
         return part(lhs, lhs_scales, rhs, rhs_scales, summed_over=summed_over)
 
-    @custom_vmap
     def multiply(*operands):
         blocks = operands[1].shape[2]
         if blocks > 1 and blocks % jax.device_count() == 0:
@@ -128,16 +126,7 @@ def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[...,
             rule, sizes, whole = "b m w, b m k, b n w, b n k", {}, ["w", "k"]
         return partitioned(call, f"{rule} -> {results}", sizes, whole, "k" if sizes else None)(*operands)
 
-    @multiply.def_vmap
-    def _(size, mapped, *operands):
-        operands = [
-            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            for x, has_axis in zip(operands, mapped, strict=True)
-        ]
-        out = multiply_flat(multiply, *operands)
-        return out, [True] * len(out)
-
-    return multiply
+    return batched_by_vmap(multiply)
 
 
 def launch(

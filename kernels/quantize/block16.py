@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import along, compound, partitioned
+from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
 from mxjax.kernels.quantize.block16_kernel import FACTOR_AT, SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
 from mxjax.kernels.quantize.quantizer import elements_of, scalars_of
@@ -155,28 +155,13 @@ def _quantizer(pair: Pair, factored: bool, target: Target | None):
     hence a separate function for each target.
     """
 
-    @jax.custom_batching.custom_vmap
     def run(x, scalars, *mean):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
         start = _Start(factored, bool(mean), target)
         maxima = _maxima(pair, start, x, scalars, [*places, *mean])
         return _on_mesh(pair, start, x.shape, scalars.shape[0])(x, maxima, scalars, *places, *mean)
 
-    @run.def_vmap
-    def _(size, batched, x, scalars, *mean):
-        x, *mean = (
-            t if b else jnp.broadcast_to(t, (size, *t.shape))
-            for t, b in zip((x, *mean), (batched[0], *batched[2:]), strict=True)
-        )
-        if batched[1] or scalars.shape[0] > 1:
-            scalars = scalars if batched[1] else jnp.broadcast_to(scalars, (size, *scalars.shape))
-            scalars = jnp.broadcast_to(scalars, (*x.shape[:2], *scalars.shape[2:]))
-            scalars = scalars.reshape(-1, *scalars.shape[2:])
-        results = run(x.reshape(-1, *x.shape[2:]), scalars, *(t.reshape(-1, *t.shape[2:]) for t in mean))
-        results = [y.reshape(*x.shape[:2], *y.shape[1:]) for y in results]
-        return results, [True] * len(results)
-
-    return run
+    return batched_by_vmap(run, shared=1)
 
 
 def _maxima(pair: Pair, start: _Start, x, scalars, places) -> Int32[Array, "v 2"]:

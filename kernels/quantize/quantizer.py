@@ -102,23 +102,11 @@ def _quantizer(pair: Pair, form: Form, target: Target | None):
     JAX caches the function's trace, hence a separate function for each target.
     """
 
-    @jax.custom_batching.custom_vmap
     def run(x, scalars):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
         return _on_mesh(pair, form, target, x.shape, scalars.shape[0])(x, scalars, *places)
 
-    @run.def_vmap
-    def _(size, batched, x, scalars):
-        x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
-        if batched[1] or scalars.shape[0] > 1:
-            scalars = scalars if batched[1] else jnp.broadcast_to(scalars, (size, *scalars.shape))
-            scalars = jnp.broadcast_to(scalars, (*x.shape[:2], *scalars.shape[2:]))
-            scalars = scalars.reshape(math.prod(scalars.shape[:2]), *scalars.shape[2:])
-        results = run(x.reshape(math.prod(x.shape[:2]), *x.shape[2:]), scalars)
-        results = [y.reshape(*x.shape[:2], *y.shape[1:]) for y in results]
-        return results, [True] * len(results)
-
-    return run
+    return batched_by_vmap(run, shared=1)
 
 
 def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int):
