@@ -1,5 +1,7 @@
 """The second part of the study: its cells, and its tables from runs that nobody trained."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,13 +9,14 @@ import scipy.stats
 
 from mxjax.policy import Rotation
 from studies.ladder import programs, second_part
-from studies.ladder.cells import FRESH, PROTOCOLS, Cell, policy_of
+from studies.ladder.cells import FRESH, MUON_RATES, PROTOCOLS, Cell, policy_of
 from studies.ladder.kinds import ARRANGED, KINDS
 from studies.ladder.results import gather
 from studies.ladder.studies import STUDIES
 from tests.support.study_runs import record
 
 PART = ("mechanism", "mechanism-even", "mechanism-others", "local-60m", "generators-60m", "rates-60m")
+PART += ("states-60m", "muon-60m")
 CELLS = {cell.name: cell for study in PART for cell in STUDIES[study]}
 
 
@@ -47,6 +50,17 @@ def test_the_primary_test_is_that_of_the_interaction():
     assert "| +0.0833 |" in found[4]
     assert found[4].endswith(f"| {p:.2g} | 3 |")
     assert second_part.mechanism({}) == second_part.generators({}) == "Not run yet: seeds from 16."
+
+
+def test_states_and_muon_change_the_optimizer_alone():
+    for name, changes in {
+        "-moments": {"moments": "bfloat16"},
+        "-states": {"moments": "bfloat16", "master": "bfloat16"},
+        "-muon-lr6e-3": {"optimizer": "muon", "lr": 6e-3},
+    }.items():
+        assert PROTOCOLS[FRESH + name] == dataclasses.replace(PROTOCOLS[FRESH], **changes)
+    tuning = {cell.protocol for cell in STUDIES["muon-60m"] if cell.policy == "fp8"}
+    assert len(tuning) == len(MUON_RATES)
 
 
 @pytest.mark.parametrize("name", ["anew", "once", "means32"])
