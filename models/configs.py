@@ -242,6 +242,10 @@ CONFIGS: Mapping[str, DecoderConfig] = types.MappingProxyType(
             norm_eps=1e-6,
             experts=_experts(64, 4),
         ),
+        # Llama 3.2 1B's attention and experts of 3584: 1.0 billion of 3.1 billion parameters a token.
+        "moe-1b": DecoderConfig(
+            32_000, 2048, 16, 32, 8, 64, 3584, rope_theta=10_000.0, experts=_experts(8, 2)
+        ),
     }
 )
 

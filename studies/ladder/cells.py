@@ -166,6 +166,7 @@ def _protocols() -> dict[str, Protocol]:
     found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
     for name, changes in _FRESH.items():
         found[f"{FRESH}{name}"] = dataclasses.replace(tuned, **changes)
+    found["moe-100m"] = tuned  # not tuned again: the products of a token are those of 60m
     found["tiny"] = Protocol(lr=4e-3, steps=60, warmup=10, batch=8, seq=64, evaluations=3)
     found["constant-60m"] = _constant(dataclasses.replace(tuned, lr=RATES["60m-constant"]))
     return found
