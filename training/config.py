@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from models.expert_traffic import Traffic
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
@@ -257,6 +258,10 @@ class Config:
     """Train together with other processes that have the same flags and --out. JAX finds the processes of a
     Slurm, Open MPI or Kubernetes job; elsewhere set JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."""
+    expert_traffic: Traffic | None = None
+    """fp4: pack tokens that travel along the mesh axis expert as MXFP4, 4.25 instead of 16 bits an element,
+    with the same results; for policies whose Fprop quantizes them so and whose Wgrad reads these values.
+    Default: whole tokens."""
     remat: Remat = "none"
     """Recomputation of a block in the backward pass, to save memory. none: keep everything; dots: keep the
     results of matrix products and attention; fp4: keep packed MXFP4 operands; full: keep only the input."""
