@@ -62,7 +62,7 @@ from training.process.start import output_errors, unwinding_signals
 from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
-from training.run.record import model_of, read_run_config, to_json, write_run_config
+from training.run.record import documents_of_run, model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
@@ -262,9 +262,10 @@ def _inputs(
     layers: LayerPolicies | None,
     data: str,
 ) -> dict[str, float]:
-    """Returns the largest inputs on the data, in the policies given, or in bfloat16."""
+    """Returns the largest inputs on the data, in the policies given or bfloat16, under the run's mask."""
     layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-    return largest_inputs(run, config, params, layers, data, saved["config"]["data"]["seq_len"])
+    seq_len, documents = saved["config"]["data"]["seq_len"], documents_of_run(saved)
+    return largest_inputs(run, config, params, layers, data, seq_len, documents)
 
 
 def _check_format_flags(
