@@ -256,7 +256,7 @@ def _pack(
 
 def _inputs(
     run: pathlib.Path,
-    saved: Mapping[str, Any],
+    saved: dict[str, Any],
     config: DecoderConfig,
     params: decoder.Params,
     layers: LayerPolicies | None,

@@ -56,7 +56,12 @@ def test_other_schedules_by_hand(flags, rates):
     [
         ("--adam-lr 1e-3", "--adam-lr 0.001 is for --optimizer muon: adamw takes --lr"),
         ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
-        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
+        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300; lower"),
+        (
+            "--schedule wsd --steps 36",
+            "--schedule wsd: a decay of 7 steps, a fifth of the run, and --warmup-steps 30 take 37 steps, "
+            "more than --steps 36; lower --warmup-steps",
+        ),
         (
             "--preset mlperf-llama3.1-8b --ema 0.9 --no-decay head",
             "--mllog: MLPerf's log has no name for --no-decay, --ema; leave that out, or add --no-mllog",

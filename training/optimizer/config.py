@@ -45,7 +45,7 @@ class OptimizerConfig:
     """Learning rate after the warm-up. cosine: half a cosine over the rest of the run; wsd: stable, then a
     decay over the last --decay steps; constant. The last two let a run be extended or branched."""
     decay: int | None = None
-    """Steps of wsd's decay. Default: a fifth of the run."""
+    """Steps of wsd's decay, which has to begin after the warm-up. Default: a fifth of the run."""
     decay_shape: Literal["linear", "1-sqrt"] = "linear"
     """Shape of wsd's decay: a line, or 1 minus the square root of the share that is over."""
     min_lr_ratio: float = 0.1
@@ -109,12 +109,19 @@ def check_effect(config: OptimizerConfig, steps: int) -> None:
     """Raises ValueError if a flag has no effect, or the decay no room in a run of so many steps."""
     if config.adam_lr is not None and config.optimizer != "muon":
         raise ValueError(f"--adam-lr {config.adam_lr} is for --optimizer muon: {config.optimizer} takes --lr")
-    if config.decay is None:
-        return
     if config.schedule != "wsd":
-        raise ValueError(f"--decay {config.decay} is for --schedule wsd, and not for {config.schedule}")
-    if (least := config.warmup_steps + config.decay) > steps:
+        if config.decay is not None:
+            raise ValueError(f"--decay {config.decay} is for --schedule wsd, and not for {config.schedule}")
+        return
+    decay = decay_steps(config, steps)
+    if (least := config.warmup_steps + decay) > steps:
+        own = f"--schedule wsd: a decay of {decay} steps, a fifth of the run,"
         raise ValueError(
-            f"--decay {config.decay} and --warmup-steps {config.warmup_steps} take {least} steps, more than "
-            f"--steps {steps}"
+            f"{own if config.decay is None else f'--decay {decay}'} and --warmup-steps {config.warmup_steps} "
+            f"take {least} steps, more than --steps {steps}; lower --warmup-steps"
         )
+
+
+def decay_steps(config: OptimizerConfig, steps: int) -> int:
+    """Returns the length of wsd's decay in a run of so many steps, by default a fifth of them."""
+    return config.decay or max(steps // 5, 1)
