@@ -20,7 +20,7 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
         "consistent_rms": POSITIVE,
         "adam_lr": POSITIVE,
         "weight_decay": NOT_NEGATIVE,
-        "z_loss": NOT_NEGATIVE,
+        "z_loss": Range("0, or a positive float32 up to 1", lambda x: NOT_NEGATIVE.contains(x) and x <= 1),
         "ema": DECAY,
         "clip": POSITIVE_OR_INF,
     }
