@@ -105,13 +105,30 @@ def check_logged(config: OptimizerConfig) -> None:
         raise ValueError(f"--mllog: MLPerf's log has no name for {flags}; leave that out, or add --no-mllog")
 
 
+_READERS: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType(
+    {
+        ("optimizer", "adamw or muon"): ("b1", "b2", "eps"),  # muon leaves some parameters to AdamW
+        ("optimizer", "muon or sgd"): ("momentum",),
+        ("optimizer", "muon"): ("consistent_rms", "adam_lr"),
+        ("schedule", "cosine or wsd"): ("min_lr_ratio",),
+        ("schedule", "wsd"): ("decay", "decay_shape"),
+    }
+)
+"""The flags that only some values of another one read."""
+
+
 def check_effect(config: OptimizerConfig, steps: int) -> None:
     """Raises ValueError if a flag has no effect, or the decay no room in a run of so many steps."""
-    if config.adam_lr is not None and config.optimizer != "muon":
-        raise ValueError(f"--adam-lr {config.adam_lr} is for --optimizer muon: {config.optimizer} takes --lr")
+    for (of, readers), names in _READERS.items():
+        for name in names:
+            value, default = getattr(config, name), getattr(OptimizerConfig, name)
+            if value != default and (chosen := getattr(config, of)) not in readers.split(" or "):
+                remedy = "leave it out" if default is None else f"leave it at {default}"
+                flag = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{flag} is for --{of} {readers}, and not for {chosen}; {remedy}")
+    if config.no_decay and not config.weight_decay:
+        raise ValueError("--no-decay leaves parameters out of --weight-decay, which is 0; leave it out")
     if config.schedule != "wsd":
-        if config.decay is not None:
-            raise ValueError(f"--decay {config.decay} is for --schedule wsd, and not for {config.schedule}")
         return
     decay = decay_steps(config, steps)
     if (least := config.warmup_steps + decay) > steps:
