@@ -279,8 +279,8 @@ class Config:
     resume: bool = False
     """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
     plan: bool = False
-    """Print the memory of a step, whether it fits, and else what to change; train and write nothing. --mesh
-    may have more devices than there are."""
+    """Print the memory of a step, which GPUs it fits, whether it fits here, and else what to change; train
+    and write nothing. --mesh may have more devices than there are."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100

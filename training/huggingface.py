@@ -53,6 +53,7 @@ from training.calibration import largest_inputs
 from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
+from training.log.metrics import best_step
 from training.model_card import EndToken, end_token, model_card
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors, start_jax
@@ -61,7 +62,7 @@ from training.process.start import output_errors, unwinding_signals
 from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
-from training.run.record import model_of, read_run_config, to_json, write_run_config
+from training.run.record import documents_of_run, model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
@@ -144,7 +145,7 @@ def export_checkpoint(
     target: CheckpointFolder,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     weights: Weights | None = None,
     quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
@@ -161,7 +162,8 @@ def export_checkpoint(
       target: the folder to create.
       dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
-      step: the checkpoint's step. Default: the last.
+      step: the checkpoint's step, or best: where the weights had the lowest evaluation loss. Default: the
+        last.
       weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
@@ -183,7 +185,9 @@ def export_checkpoint(
     _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
-    at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
+    steps = saved_steps(run / "checkpoints")
+    step = best_step(run, steps, weights) if step == "best" else step
+    at = max(steps, default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
             params = jax.tree.map(
@@ -252,15 +256,16 @@ def _pack(
 
 def _inputs(
     run: pathlib.Path,
-    saved: Mapping[str, Any],
+    saved: dict[str, Any],
     config: DecoderConfig,
     params: decoder.Params,
     layers: LayerPolicies | None,
     data: str,
 ) -> dict[str, float]:
-    """Returns the largest inputs on the data, in the policies given, or in bfloat16."""
+    """Returns the largest inputs on the data, in the policies given or bfloat16, under the run's mask."""
     layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-    return largest_inputs(run, config, params, layers, data, saved["config"]["data"]["seq_len"])
+    seq_len, documents = saved["config"]["data"]["seq_len"], documents_of_run(saved)
+    return largest_inputs(run, config, params, layers, data, seq_len, documents)
 
 
 def _check_format_flags(

@@ -9,7 +9,7 @@ from models.received import read_json
 from training.command_line import command_of
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
-from training.log.metrics import read_records
+from training.log.metrics import evaluations
 from training.run.checkpoints import Weights
 from training.run.record import from_json, model_of
 
@@ -51,8 +51,7 @@ def model_card(
       weights: which weights; the loss is theirs.
     """
     config, data = from_json(saved["config"]), saved.get("data", {})
-    measured = "eval_loss" if weights is None else "ema_eval_loss"
-    losses = {r["step"]: r[measured] for r in read_records(run) if measured in r and r["step"] <= step}
+    losses = {at: loss for at, loss in evaluations(run, weights).items() if at <= step}
     averaged = "" if weights is None else f"average over the steps (--ema {config.optimizer.ema}), "
     tokens = step * config.data.batch_size * config.data.seq_len
     environment = saved.get("environment", {})

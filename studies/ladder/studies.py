@@ -219,7 +219,6 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         # Optimizer states in bfloat16. Muon: --cells 'fp8*' --seeds 2 tunes, then --cells '*-lrRATE' alone.
         "states-60m": tuple(_states()),
         "muon-60m": tuple(_muon()),
-        # Every published recipe, for docs/recipes.md; the second tries the program on a CPU.
         # Every published recipe, for docs/recipes.md; a mixture of experts; the program on a CPU.
         "recipes": _recipes("60m", "tuned-60m", 4),
         "recipes-experts": tuple(Cell(name, "", "moe-100m", "moe-100m", 4) for name in _OF_EXPERTS),
