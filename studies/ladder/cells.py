@@ -22,7 +22,7 @@ from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from studies.ladder.kinds import BESIDE, KINDS
 from training.config import parse_rules
-from training.policy_source import load_policy
+from training.flags.policy_source import load_policy
 
 Bits = Literal["fresh", "frozen", "third"]
 
