@@ -95,6 +95,7 @@ def model_card(
         "Validation loss": f"{losses[max(losses)]:.4f} at step {max(losses):,}" if losses else None,
         "Weights": averaged + stored,
         "mxjax": environment.get("mxjax"),
+        "Commit": environment.get("commit"),
         "JAX": environment.get("jax"),
         "Device": environment.get("device"),
         "Command": f"`{command_of(config, 'RUN')}`" if step else None,
