@@ -46,9 +46,10 @@ import numpy as np
 from benchmarks import train_worker
 from benchmarks.train_worker import OURS, PEER, TRACED_STEPS, Job
 from models.configs import get_config
-from mxjax.kernels.selftest.measured import LATE, commit
+from mxjax.kernels.selftest.measured import LATE
 from mxjax.products.implementations import Implementation
 from mxjax.recipes import get_policy
+from mxjax.runtime.checkout import commit
 from mxjax.runtime.remat import Remat
 from mxjax.runtime.tables import table
 from training.config import parse_rules
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     report: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.train_speed", *_without_places(given)]),
-        "commit": options.commit or commit(),
+        "commit": options.commit or commit() or "unknown",
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "runs": [],
     }
