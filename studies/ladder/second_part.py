@@ -96,13 +96,17 @@ def generator_claims() -> list[Claim]:
     """Returns the differences of `generators`."""
     frozen = _between("frozen minus fresh bits", "wgrad_sr", "wgrad_sr", "-frozen", "")
     third = _between("a third frozen minus fresh bits", "wgrad_sr", "wgrad_sr", "-third", "")
+    beside = [
+        _between(f"{text} minus none", "wgrad_sr", "wgrad", suffix, "")
+        for suffix, text in (("-frozen", "frozen bits"), ("-third", "a third frozen"))
+    ]
     others = [
         _between(f"{_SUFFIXES[suffix]}: {text} minus none", kind, "wgrad", suffix, suffix)
         for suffix in _SUFFIXES
         for kind, text in (("wgrad_sr", "stochastic rounding"), ("wgrad_hadamard", "H16"))
         if (kind, suffix) != ("wgrad_hadamard", "")  # among INTERVALS
     ]
-    return [frozen, third, *others]
+    return [frozen, third, *beside, *others]
 
 
 _SUFFIXES = {"": "as ever", "-eps2e-4": "eps 2e-4", "-eps1e-8": "eps 1e-8", "-bf16": "gradients in bfloat16"}
