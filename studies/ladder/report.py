@@ -60,7 +60,7 @@ TABLES = {
     "muon": second_part.muon,
 }
 """The tables, which are files of these names with "-" for " "."""
-SHOWN = ("both", "paper layout in tokens")
+SHOWN = ("both",)
 """Those that stand in the page, too, between markers."""
 PLOTS: Mapping[str, Callable[[Mapping[str, CellResult]], Figure]] = {
     "costs.svg": plots.costs,
