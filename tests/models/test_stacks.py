@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import layer_policies
+from training.deoscillation import quantized_weights
 
 from models import decoder
 from models.configs import get_config
 from models.experts import routing_by_layer
 from models.stacks import block_numbers
 from mxjax import get_policy
-from training.deoscillation import quantized_weights
 from training.step import layer_names
 
 MIXED = dataclasses.replace(get_config("moe-tiny"), vocab_size=64, dense_d_ff=(64, 0, 0, 64))
