@@ -118,7 +118,7 @@ def errors(*cases) -> list[dict]:
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
-    """Of a model with biases; random bits are the same too."""
+    """Of a model with biases, whose blocks are of two kinds; random bits are the same too."""
     found = errors(*cases)
     assert [record["case"] for record in found] == cases
     for record in found:
