@@ -27,6 +27,7 @@ from models.configs import DecoderConfig
 from models.context import cut, join, sequence_parts
 from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
+from models.expert_traffic import Traffic
 from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
@@ -100,6 +101,7 @@ class Decoder(nnx.Module):
         slots: Mapping[str, Measures | Tensors | Amax] | None = None,
         unroll: int | None = None,
         documents: Documents | None = None,
+        traffic: Traffic | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
         """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
         what the routers did, stacked over blocks. The input is in the rows of `models.context`.
@@ -117,6 +119,7 @@ class Decoder(nnx.Module):
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
           documents: what attention keeps apart; None is whole sequences.
+          traffic: "fp4" packs tokens that travel to experts; see `models.expert_traffic`.
         """
         parts = sequence_parts(mesh_sizes(), *tokens_BS.shape)
         windows = block_windows(self.config, tokens_BS.shape[1])
@@ -132,7 +135,8 @@ class Decoder(nnx.Module):
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
             graph = block_graph(self.config, start)
-            run = functools.partial(_run_block, graph, block_policies, implementation, rope, starts_BS, parts)
+            options = implementation, rope, starts_BS, parts, traffic
+            run = functools.partial(_run_block, graph, block_policies, *options)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
@@ -284,10 +288,10 @@ def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
     return jnp.asarray(config.rope_layers, jnp.float32) if 0 in config.rope_layers else None
 
 
-def _run_block(graph, policies, implementation, rope, starts_BS, parts, x_BSD, layer):
+def _run_block(graph, policies, implementation, rope, starts_BS, parts, traffic, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
     (weights, slots), (keys, window, rotates) = layer
-    of_block = BlockGemms(policies, keys, implementation, slots, parts)
+    of_block = BlockGemms(policies, keys, implementation, slots, parts, traffic)
     first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
     if parts > 1 and first_key_BS is not None:
         first_key_BS = cut(first_key_BS, parts)

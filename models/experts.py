@@ -79,7 +79,7 @@ class Experts(nnx.Module):
         balance = None if self.balance_bias is None else self.balance_bias[...]
         experts_TK, gates_TK, gemms.routing = route(self.config, logits_TE, balance)
         policies = gemms.policies["mlp.gate_up"], gemms.policies["mlp.down"]
-        order = exchange_on_mesh(experts_TK, self.config.n, policies)
+        order = exchange_on_mesh(experts_TK, self.config.n, policies, gemms.traffic)
         order = sort_by_expert(experts_TK, self.config.n) if order is None else order
         y_TKD = order.collect(self._mlp(order.spread(x_TD), down, order, gemms), self.config.active)
         y_TD = jnp.sum(gates_TK[..., None] * y_TKD.astype(jnp.float32), axis=1)

@@ -232,6 +232,7 @@ def _with_options(plan: Plan, phase: Phase, function: Callable, **options: Any) 
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
         "documents": plan.documents,
+        "traffic": config.expert_traffic,
     }
     return lambda params, batch, key, slots=None: function(
         plan.model, as_float32(params), batch, key=key, slots=slots, **options

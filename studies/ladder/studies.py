@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mxjax.recipes import policies
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
-from studies.ladder.cells import FRESH, MULTIPLES, UNIFORM, WGRAD_ONLY, Cell
+from studies.ladder.cells import FRESH, MULTIPLES, MUON_RATES, UNIFORM, WGRAD_ONLY, Cell
 from studies.ladder.kinds import ARRANGED, BESIDE, LOCAL, WGRAD_KINDS
 
 LADDER = (
@@ -131,6 +131,21 @@ def _generators() -> list[Cell]:
     return cells
 
 
+def _states() -> list[Cell]:
+    """Returns cells whose moments, and then also parameters, are kept in bfloat16 beside float32."""
+    policies = ("bf16", "wgrad_hadamard")
+    return [cell for suffix in ("", "-moments", "-states") for cell in _fresh(policies, suffix=suffix)]
+
+
+MUON = ("fp8", "wgrad", "wgrad_hadamard", "wgrad_rht", "wgrad_sr", "fprop_dgrad")
+"""The policies under Muon."""
+
+
+def _muon() -> list[Cell]:
+    """Returns the policies under Muon at each of its rates; of these only the tuned one need run."""
+    return [cell for rate in MUON_RATES for cell in _fresh(MUON, suffix=f"-muon-lr{rate}", seeds=4)]
+
+
 def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
     published = (name for name in policies() if name not in ladder())
     names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
@@ -201,6 +216,9 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
             for rate in ("-lr2e-3", "-lr4e-3")
             for cell in _fresh(["wgrad", "wgrad_hadamard", "wgrad_sr"], suffix=rate, seeds=5)
         ),
+        # Optimizer states in bfloat16. Muon: --cells 'fp8*' --seeds 2 tunes, then --cells '*-lrRATE' alone.
+        "states-60m": tuple(_states()),
+        "muon-60m": tuple(_muon()),
         # Every published recipe, for docs/recipes.md; a mixture of experts; the program on a CPU.
         "recipes": _recipes("60m", "tuned-60m", 4),
         "recipes-experts": tuple(Cell(name, "", "moe-100m", "moe-100m", 4) for name in _OF_EXPERTS),

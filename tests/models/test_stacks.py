@@ -13,7 +13,7 @@ from models.configs import get_config
 from models.experts import routing_by_layer
 from models.stacks import block_numbers
 from mxjax import get_policy
-from training.deoscillation import quantized_weights
+from training.optimizer.deoscillation import quantized_weights
 from training.sharding import check_shards, parse_mesh
 from training.step import layer_names
 

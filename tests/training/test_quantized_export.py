@@ -11,8 +11,10 @@ import pytest
 from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
 
 import mxjax
+from analysis.diagnose.capture import make_pass
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
+from models.documents import Documents
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from models.huggingface.quantized import choose_operands, quantized_weights
@@ -332,6 +334,29 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
     import_checkpoint(tmp_path / "out", tmp_path / "again")  # without the divisors of activations
     # They scale in bfloat16, so that a few activations next to a tie are rounded otherwise.
     assert np.abs(theirs - without).mean() > 10 * np.abs(theirs - ours).mean()
+
+
+def test_inputs_are_calibrated_under_the_mask_of_the_run(run, params, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    letters = np.random.default_rng(1).integers(97, 123, 60, np.uint8)
+    (tmp_path / "text").write_bytes(bytes(letters))
+    path = tmp_path / "run" / "config.json"
+    record, documents = json.loads(path.read_text()), {"end": ord("m"), "restart_positions": True}
+    path.write_text(json.dumps(record | {"documents": documents}))
+    flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(tmp_path / "text")}
+    export_checkpoint(tmp_path / "run", tmp_path / "out", **flags)
+    found = tensors(tmp_path / "out")
+    layers = layer_policies(CONFIG, weight_only(format="nvfp4"), [("blocks[-1].mlp.*", "bf16")])
+    for mask, agrees in ((Documents(**documents), True), (None, False)):
+        run_pass = make_pass(CONFIG, layers, None, documents=mask)
+        read = run_pass(params, np.append(letters, 256)[None], jax.random.key(0)).tensors
+        off = []
+        for name, kind in (("q_proj", "attention.qkv"), ("o_proj", "attention.out")):
+            _, raw = found[f"model.layers.1.self_attn.{name}.input_global_scale"]
+            largest = np.abs(np.asarray(read[kind].x[1], np.float32)).max()
+            off.append(abs(np.frombuffer(raw, np.float32)[0] * largest / 2688 - 1))
+        assert (max(off) < 2**-7) == agrees, off  # two units in the last place of bfloat16
 
 
 def test_transformers_loads_what_the_fprop_multiplies(run, params, tmp_path):

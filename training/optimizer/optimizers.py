@@ -17,10 +17,10 @@ from models.configs import DecoderConfig
 from models.decoder import abstract_params
 from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies
-from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 from training.optimizer.average import averaging
 from training.optimizer.bfloat16 import with_bfloat16_moments, with_bfloat16_parameters
 from training.optimizer.config import OptimizerConfig
+from training.optimizer.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 from training.optimizer.muon import is_matrix, muon
 
 _VECTORS = ("scale", "bias", "sinks")

@@ -32,7 +32,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
-from training.ranges import COUNT, POSITIVE
+from training.flags.ranges import COUNT, POSITIVE
 
 _SMALLEST = 1e-12  # as in the source
 
