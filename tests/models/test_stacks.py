@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import layer_policies
-from training.deoscillation import quantized_weights
 
 from models import decoder
 from models.configs import get_config
 from models.experts import routing_by_layer
 from models.stacks import block_numbers
 from mxjax import get_policy
+from training.optimizer.deoscillation import quantized_weights
+from training.sharding import check_shards, parse_mesh
 from training.step import layer_names
 
 MIXED = dataclasses.replace(get_config("moe-tiny"), vocab_size=64, dense_d_ff=(64, 0, 0, 64))
@@ -61,6 +62,15 @@ def test_quantized_weights_are_those_of_the_policies_of_their_blocks():
         before, after = params["blocks"][module]["down"], found[module]["down"]
         np.testing.assert_array_equal(after[0], before[0])
         assert np.any(after[1] != before[1])
+
+
+def test_a_mesh_keeps_the_blocks_of_an_mlp_among_experts_whole():
+    config = dataclasses.replace(MIXED, dense_d_ff=(96, 0, 0, 96))
+    check_shards(parse_mesh("tensor=2", 2), config, layer_policies(config, "bf16"))
+    with pytest.raises(
+        ValueError, match=r"split blocks.dense_mlp.down's axis 'mlp' of 96 .* whole runs of 32"
+    ):
+        check_shards(parse_mesh("tensor=2", 2), config, layer_policies(config, "wgrad"))
 
 
 def test_a_block_without_rotation_does_not_see_the_order_of_earlier_tokens():

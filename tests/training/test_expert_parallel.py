@@ -122,7 +122,7 @@ def program(*arguments) -> list[dict]:
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
-    """Of a model with biases; random bits are the same too."""
+    """Of a model with biases, whose blocks are of two kinds; random bits are the same too."""
     found = program("losses", *cases)
     assert [record["case"] for record in found] == cases
     for record in found:
