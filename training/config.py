@@ -23,7 +23,7 @@ from mxjax.runtime.remat import Remat
 from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
 from training.flags.policy_source import label, load_policy
-from training.flags.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
+from training.flags.ranges import COUNT, POSITIVE, SEED, Range, at_most, check_ranges
 from training.optimizer.config import RANGES as OPTIMIZER_RANGES
 from training.optimizer.config import OptimizerConfig, check_effect, check_logged
 
@@ -32,7 +32,7 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
     | {
         "seed": SEED,
         "devices": at_most(1024),
-        "target_loss": FINITE,
+        "target_loss": POSITIVE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
     | dict.fromkeys(
@@ -325,6 +325,7 @@ class Config:
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         check_effect(self.optimizer, self.steps)
+        self._check_read()
         if self.mlperf.mllog:
             check_logged(self.optimizer)
         traced, profile = self.observe.profiled_steps, self.observe.profile
@@ -340,6 +341,20 @@ class Config:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
             raise ValueError("--distributed needs --out: the folder that all processes share")
+
+    def _check_read(self) -> None:
+        """Raises ValueError for a flag that nothing reads beside the others."""
+        for name in ("submission_org", "submission_platform", "submission_division"):
+            if not self.mlperf.mllog and getattr(self.mlperf, name) != getattr(MLPerfConfig, name):
+                flag = f"--{name.replace('_', '-')} {getattr(self.mlperf, name)}"
+                raise ValueError(f"{flag} is for MLPerf's log: add --mllog, or leave it out")
+        if self.eval_sequences is not None and self.eval_batches != Config.eval_batches:
+            raise ValueError(
+                f"--eval-sequences {self.eval_sequences} replaces --eval-batches {self.eval_batches}: give "
+                "one of them, for batches beside a preset --eval-sequences None"
+            )
+        if (every := self.observe.stats_every) is not None and every > self.steps:
+            raise ValueError(f"--stats-every {every} measures nothing in --steps {self.steps}; lower it")
 
     @property
     def last_step(self) -> int:

@@ -152,7 +152,7 @@ def export_checkpoint(
     activations: bool = False,
     calibrate: str | None = None,
     chat_template: pathlib.Path | None = None,
-    shard_gb: float = 5.0,
+    shard_gb: float | None = None,
     allow_nonfinite: bool = False,
 ) -> str:
     """Exports a run for transformers; returns a summary and the next command, in two lines.
@@ -171,7 +171,7 @@ def export_checkpoint(
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
       chat_template: a Jinja file with the model's chat template.
-      shard_gb: largest size of a file's tensors, in 10**9 bytes.
+      shard_gb: largest size of a file's tensors, in 10**9 bytes. Default: 5.
       allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
       ValueError: no such run or step, `target` is in use, the weights do not fit the requested format, or
@@ -181,6 +181,8 @@ def export_checkpoint(
     run, target = absolute_path(run), absolute_path(target)
     calibrate = calibrate and str(absolute_path(calibrate))
     template = chat_template and _template(absolute_path(chat_template))
+    if quantize == "gguf" and shard_gb is not None:
+        raise ValueError(f"--shard-gb {shard_gb:g}: --quantize gguf writes one file; leave it out")
     _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
@@ -214,7 +216,7 @@ def export_checkpoint(
             library, file = importlib.import_module("gguf"), folder / "model.gguf"
             write_gguf(library, file, config, params, packing.operands, raw)
         else:
-            _write_weights(folder, config, params, specs, packing, int(shard_gb * 1e9))
+            _write_weights(folder, config, params, specs, packing, int((shard_gb or 5.0) * 1e9))
         (folder / "README.md").write_text(model_card(run, saved, at, packing.line, weights))
     return export_in_words(target, config, at, packing.line)
 

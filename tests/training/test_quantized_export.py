@@ -181,6 +181,7 @@ def test_unrepresentable_fprops_are_refused():
         ({"activations": True}, "add --quantize mxfp4"),
         ({"quantize": "mxfp4", "dtype": "float32"}, "loaders compute quantized models in bfloat16"),
         ({"quantize": "gguf", "activations": True}, "is not for --quantize gguf"),
+        ({"quantize": "gguf", "shard_gb": 1.0}, "--shard-gb 1: --quantize gguf writes one file"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
         ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
         (

@@ -66,6 +66,8 @@ def check_config(config: TokenizeConfig) -> None:
     """Raises ValueError if flags contradict each other, or a number is out of its range."""
     if config.train_tokenizer is False and (config.tokenizer is None or config.vocab_size is not None):
         raise ValueError("give --tokenizer FILE, or train one with --train-tokenizer [--vocab-size N]")
+    if not config.train_tokenizer and config.train_characters != TokenizeConfig.train_characters:
+        raise ValueError("--train-characters is for --train-tokenizer: give both, or leave it out")
     if config.eod is not None and not config.append_eod:
         raise ValueError("--eod names the token that --append-eod appends: give both")
     if config.train_tokenizer and config.eod not in (None, END_OF_DOCUMENT):

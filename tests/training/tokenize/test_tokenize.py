@@ -169,6 +169,7 @@ def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
         ({"tokenizer": "broken.json"}, "broken.json is not a tokenizer.json"),
         ({"tokenizer": "t.json", "vocab_size": 300}, "or train one with --train-tokenizer"),
         ({"tokenizer": "t.json", "eod": "<eos>"}, "give both"),
+        ({"tokenizer": "t.json", "train_characters": 99}, "--train-characters is for --train-tokenizer"),
         (
             {"tokenizer": "t.json", "append_eod": True, "eod": "<end>"},
             "--eod '<end>': the tokenizer has no such",
