@@ -41,7 +41,7 @@ BLOCK_LAYERS = (
 """The GEMMs of a block with an MLP, in the order in which they run."""
 LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 """The GEMMs of a block that multiply weights, in every model; experts' are ragged."""
-AXES = {
+WEIGHT_AXES = {
     "attention.qkv": ("embed", "heads"),
     "attention.out": ("heads", "embed"),
     "mlp.gate_up": ("embed", "mlp"),
@@ -112,7 +112,7 @@ class BlockGemms:
             "policy": policy,
             "key": key,
             "implementation": self.implementation,
-            "layout": weight_layout(AXES[name]),
+            "layout": weight_layout(WEIGHT_AXES[name]),
         }
         if norm is not None:
             if self.slots is None:
@@ -145,7 +145,7 @@ class BlockGemms:
                 policies=[self.policies[name] for name in names],
                 keys=[self._key(name) for name in names],
                 implementation=self.implementation,
-                layouts=[weight_layout(AXES[name]) for name in names],
+                layouts=[weight_layout(WEIGHT_AXES[name]) for name in names],
                 norm=norm,
             )
             if y is not None:

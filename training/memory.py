@@ -47,7 +47,7 @@ from models.documents import Documents
 from models.expert_parallel import shape_of
 from models.loss import LOSS_TOKENS
 from models.ring import ring_bytes
-from models.sharding import AXES, parts_of
+from models.sharding import MESH_AXES, parts_of
 from mxjax.numerics.formats import BLOCK
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
@@ -79,7 +79,7 @@ def gib(size: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(AXES, 1))
+ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(MESH_AXES, 1))
 
 
 class Memory(NamedTuple):

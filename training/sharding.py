@@ -23,9 +23,8 @@ from jaxtyping import Array
 from models import decoder
 from models.configs import DecoderConfig
 from models.context import fewest_sequences
-from models.decoder import AXES, Params, abstract_params
-from models.sharding import AXES as MESH_AXES
-from models.sharding import RULES, batch_parts_of, parts_of, spec
+from models.decoder import PARAMETER_AXES, Params, abstract_params
+from models.sharding import MESH_AXES, RULES, batch_parts_of, parts_of, spec
 from models.stacks import DENSE
 from mxjax.numerics.formats import get_format
 from mxjax.policy import Policy
@@ -322,8 +321,8 @@ def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:
 
 def _own_axes(name: str, ndim: int) -> tuple[str, ...]:
     """Returns the logical axes of a parameter, those of one block; an expert's have one before them."""
-    if name in AXES:
-        return ("experts", *AXES[name])[-ndim:]
+    if name in PARAMETER_AXES:
+        return ("experts", *PARAMETER_AXES[name])[-ndim:]
     return ("norm",) * ndim
 
 
@@ -385,7 +384,7 @@ def resize_on(mesh: Mesh, tree: Any, size: int) -> Any:
 def _axes(path: Any) -> tuple[str, ...]:
     """Returns the logical axes of an embedding or head, or of its moments; none for other arrays."""
     name = getattr(path[-1], "key", None)
-    return AXES[name] if name in ("embedding", "head") else ()
+    return PARAMETER_AXES[name] if name in ("embedding", "head") else ()
 
 
 def _resize(x: Array, axis: int, size: int) -> Array:

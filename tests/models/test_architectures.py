@@ -48,10 +48,11 @@ def test_logits_are_those_of_transformers(architecture):
     assert np.max(np.abs(golden["logits"])) > 1
 
 
-def test_attention_through_quantizable_products_has_windows_and_sinks():
-    with np.load(GOLDEN / "gpt_oss" / "golden.npz") as golden:
-        config = read_config(read_json(GOLDEN / "gpt_oss" / "config.json"))
-        with Reader(GOLDEN / "gpt_oss") as reader:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_attention_through_quantizable_products_has_windows_and_sinks(name):
+    with np.load(GOLDEN / name / "golden.npz") as golden:
+        config = read_config(read_json(GOLDEN / name / "config.json"))
+        with Reader(GOLDEN / name) as reader:
             params, _ = read_params(reader, config)
         fp32 = mxjax.get_policy("fp32")
         unfused = dataclasses.replace(fp32, wgrad=mxjax.Gemm())  # only the Fprop is that of fp32
