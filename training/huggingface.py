@@ -53,13 +53,13 @@ from training.calibration import largest_inputs
 from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
+from training.flags.ranges import Range, check_ranges
 from training.log.metrics import best_step
 from training.model_card import EndToken, end_token, export_in_words, import_in_words, model_card
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
-from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
 from training.run.record import documents_of_run, model_of, read_run_config, to_json, write_run_config

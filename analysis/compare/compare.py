@@ -22,9 +22,9 @@ from analysis.compare.runs import (
 from analysis.compare.tokens import lengths_of, token_statistics, token_table
 from training import mlperf
 from training.files import check_parent, make_absolute
+from training.flags.ranges import FINITE, check_ranges
 from training.log.display import text_table
 from training.process.start import output_errors
-from training.ranges import FINITE, check_ranges
 from training.run.record import from_json, read_run_config
 
 

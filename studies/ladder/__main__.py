@@ -28,8 +28,8 @@ from studies.ladder import train as runner
 from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
 from training.files import absolute_path
+from training.flags.ranges import at_most, check_ranges
 from training.process.environment import enable_compilation_cache, input_errors
-from training.ranges import at_most, check_ranges
 
 
 def run(

@@ -17,7 +17,7 @@ from analysis.sample import SampleConfig
 from training import huggingface
 from training.command_line import FlagError, check_lists, flags_of, in_one_line, parse
 from training.config import Config, DataConfig, by_flag
-from training.flag_names import SYNONYMS
+from training.flags.names import SYNONYMS
 from training.run.checksums import check_saveable
 from training.run.record import read_run_config, write_run_config
 from training.run.setup import check_apart

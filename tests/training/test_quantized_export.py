@@ -130,21 +130,24 @@ def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
 def test_each_expert_is_packed(qk_norm, name, tmp_path):
     """Each has the values that `ragged_dot` multiplies, and transformers finds all it looks for.
 
+    Qwen3-MoE's first block has an MLP.
+
     transformers 5.24 drops the divisors of NVFP4's experts.
     """
     experts = ExpertsConfig(3, 2, renormalized=True)
-    config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm)
+    dense = (128, 0) if qk_norm else ()
+    config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm, dense_d_ff=dense)
     params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
     (tmp_path / "seed").mkdir()
     rewrite_params(tmp_path / "seed", config, params)
     import_checkpoint(tmp_path / "seed", tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "out", quantize=name)
     import_checkpoint(tmp_path / "out", tmp_path / "again")
-    w = jnp.asarray(params["blocks"]["mlp"]["down"][1])
+    w = jnp.asarray(params["blocks"]["mlp"]["down"][-1])
     rows = jnp.tile(jnp.eye(w.shape[1]), (len(w), 1))
     policy = weight_only(format=name)
     multiplied = mxjax.ragged_dot(rows, w, np.full(len(w), w.shape[1]), policy=policy)
-    found = params_of(tmp_path / "again")[1]["blocks"]["mlp"]["down"][1]
+    found = params_of(tmp_path / "again")[1]["blocks"]["mlp"]["down"][-1]
     rounded = 0 if name == "mxfp4" else 2**-22
     np.testing.assert_allclose(found, np.reshape(multiplied, w.shape), rtol=rounded)
     transformers = pytest.importorskip("transformers")

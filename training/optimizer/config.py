@@ -5,7 +5,7 @@ import types
 from collections.abc import Mapping
 from typing import Literal
 
-from training.ranges import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INF, Range
+from training.flags.ranges import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INF, Range
 
 RANGES: Mapping[str, Range] = types.MappingProxyType(
     {

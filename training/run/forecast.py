@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 from models.configs import DecoderConfig
 from models.context import sequence_parts
 from models.documents import Documents
+from models.expert_traffic import traffic_text
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat
@@ -121,6 +122,7 @@ def forecast(config: Config) -> str:
         f"--batch-size {config.data.batch_size} --seq-len {config.data.seq_len}, "
         f"{'no' if outline.documents is None else 'a'} mask of documents",
         f"memory a device with {_flags(given)}: {needed}",
+        *traffic_text(model, given.mesh, config.data.tokens_a_step, config.expert_traffic),
         gpus_in_words(needed.total),
     ]
     device = f"the {gib(there_is)} GiB of a device here ({jax.local_devices()[0].device_kind})"

@@ -39,6 +39,7 @@ _MAY_CHANGE = {
     "mesh",
     "devices",
     "distributed",
+    "expert_traffic",
     *(field.name for field in dataclasses.fields(ObserveConfig)),
     "on_nonfinite",
     "spike_factor",
@@ -83,7 +84,8 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
         changes = {"optimizer": optimizer, "steps": step + decay}
     observe = dataclasses.replace(begun.observe, profile=None)
     changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}
-    return dataclasses.replace(begun, **changes, mesh=None, devices=None, distributed=False)
+    changes |= {"mesh": None, "devices": None, "distributed": False, "expert_traffic": None}
+    return dataclasses.replace(begun, **changes)
 
 
 def begun_run(folder: pathlib.Path) -> Config | None:

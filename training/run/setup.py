@@ -20,6 +20,7 @@ from models import decoder
 from models.config_file import load_config
 from models.configs import DecoderConfig, get_config, to_dict
 from models.context import sequence_parts
+from models.expert_traffic import check_traffic
 from models.experts import check_policies
 from models.huggingface.files import small_files
 from models.sharding import parts_of
@@ -219,6 +220,7 @@ def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Pha
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_policies(model, phase.layers, config.precision.implementation, owners)
+        check_traffic(config.expert_traffic, phase.layers, owners)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     check_no_decay(config.optimizer, model)
