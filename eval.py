@@ -22,7 +22,14 @@ import sys
 from typing import Any
 
 from analysis.compare.compare import CompareConfig, compare
-from analysis.diagnose.diagnose import DiagnoseConfig, check_folder, diagnose_model, totals, write
+from analysis.diagnose.diagnose import (
+    DiagnoseConfig,
+    check_batches,
+    check_folder,
+    diagnose_model,
+    totals,
+    write,
+)
 from analysis.diagnose.tables import summary
 from analysis.evaluate import EvalConfig, evaluate_model, read_sets
 from analysis.report.report import ReportConfig, report
@@ -77,9 +84,10 @@ def evaluate(arguments: EvalConfig) -> Record:
 def diagnose(arguments: DiagnoseConfig) -> Record:
     """Returns the errors over all layers; with `out` writes those of every layer, and draws them."""
     enable_compilation_cache()
-    check_folder(arguments.out)
     restored = restore(arguments)
     batches = read_sets(arguments, restored)[0].batches
+    check_batches(batches)
+    check_folder(arguments.out)
     found = describe(arguments, restored) | diagnose_model(restored, batches, say=show_progress)
     files = [] if arguments.out is None else write(found, arguments.out)
     if not arguments.json:
