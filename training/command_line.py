@@ -265,7 +265,8 @@ def parse(argv: list[str] | None = None) -> Config:
         known, _ = first.parse_known_args(argv)
         if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
             # The devices may be others than those at the beginning.
-            default = dataclasses.replace(begun, stop_after=None, mesh=None, devices=None, distributed=False)
+            own: dict[str, Any] = {"mesh": None, "devices": None, "distributed": False}
+            default = dataclasses.replace(begun, stop_after=None, expert_traffic=None, **own)
         elif known.branch and not known.resume:
             default = _branch_of(known.branch, known.decay)
         elif known.preset in PRESETS and known.batch_size > 0:
