@@ -22,7 +22,7 @@ from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from studies.ladder.kinds import BESIDE, KINDS
 from training.config import parse_rules
-from training.policy_source import load_policy
+from training.flags.policy_source import load_policy
 
 Bits = Literal["fresh", "frozen", "third"]
 
@@ -168,6 +168,7 @@ def _protocols() -> dict[str, Protocol]:
     found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
     for name, changes in _FRESH.items():
         found[f"{FRESH}{name}"] = dataclasses.replace(tuned, **changes)
+    found["moe-100m"] = tuned  # not tuned again: the products of a token are those of 60m
     found["tiny"] = Protocol(lr=4e-3, steps=60, warmup=10, batch=8, seq=64, evaluations=3)
     found["constant-60m"] = _constant(dataclasses.replace(tuned, lr=RATES["60m-constant"]))
     return found

@@ -54,6 +54,8 @@ HARD_EVEN = ("lr2x", "lr3x", "outliers")
 TOO_HIGH = ("lr3x", "lr4x")
 """Those whose learning rate is too high for every policy; means leave them out."""
 _WITHOUT_MXFP4 = ("fp8", "bf16")
+_OF_EXPERTS = ("bf16", "fp8", "wgrad", "wgrad_hadamard", "full_hadamard", "nvfp4")
+"""The policies of the study of experts: recipes that split operands or read tensors do not run on them."""
 _NOT_TINY = ("primus_deosc",)
 """Recipes for larger models: all four blocks of `tiny` are among those in BF16."""
 
@@ -217,8 +219,9 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         # Optimizer states in bfloat16. Muon: --cells 'fp8*' --seeds 2 tunes, then --cells '*-lr3e-3'.
         "states-60m": tuple(_states()),
         "muon-60m": tuple(_muon()),
-        # Every published recipe, for docs/recipes.md; the second tries the program on a CPU.
+        # Every published recipe, for docs/recipes.md; a mixture of experts; the program on a CPU.
         "recipes": _recipes("60m", "tuned-60m", 4),
+        "recipes-experts": tuple(Cell(name, "", "moe-100m", "moe-100m", 4) for name in _OF_EXPERTS),
         "recipes-tiny": tuple(c for c in _recipes("tiny", "tiny", 2) if c.policy not in _NOT_TINY),
     }
 )
