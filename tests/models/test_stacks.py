@@ -101,6 +101,7 @@ def test_a_block_without_rotation_does_not_see_the_order_of_earlier_tokens():
         ({"dense_d_ff": (64,) * 4}, "there must be both"),
         ({"experts": None}, "there must be both"),
         ({"rope_layers": (1, 2, 0, 0)}, "rope_layers must be 0 or 1"),
+        ({"rope_layers": (1,) * 4}, "0 in one at least"),
     ],
 )
 def test_other_blocks_are_refused(change, message):
