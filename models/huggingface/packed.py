@@ -186,6 +186,8 @@ class PackedReader(Reader):
         wanted = layout.specs(module, (rows, 2 * half))
         found = {name: self.specs.pop(name, None) for name in wanted}
         self.specs.pop(f"{module}.{compressed_tensors.INPUT_DIVISOR}", None)  # for consumers of activations
+        if f"{module}.weight" in self.specs:
+            raise ValueError(f"{module} has both weight and {layout.weight}; download the weights again")
         if not rows or 2 * half % get_format(layout.number).block or found != wanted:
             given = ", ".join(f"{n} is {spec and [spec.dtype, *spec.shape]}" for n, spec in found.items())
             names = ("[out, in / 2]", f"[out, in / {get_format(layout.number).block}]", "[1]")

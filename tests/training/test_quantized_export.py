@@ -209,6 +209,12 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
         ({"quant_method": "gptq"}, "quant_method 'gptq'"),
         ({"config_groups": {"group_0": {"format": "int-quantized", "weights": {}}}}, "int-quantized"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, "num_bits 8"),
+        (
+            {"config_groups": {"group_0": {"format": ["mxfp4-pack-quantized"], "weights": {}}}},
+            "is not supported",
+        ),
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "with transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config"),
     ]:
         path.write_text(json.dumps(raw | {"quantization_config": raw["quantization_config"] | change}))
         with pytest.raises(ValueError, match=message):
@@ -216,13 +222,19 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
     path.write_text(json.dumps(raw))
     with Reader(tmp_path / "out") as reader:
         values = {name: (spec, reader.read(name)) for name, spec in reader.specs.items()}
-    name = "model.layers.0.mlp.up_proj.weight_scale"
-    values[name] = Spec("U8", (96, 1)), values[name][1][:, :1]
-    with Writer(tmp_path / "out", {n: spec for n, (spec, _) in values.items()}, 2**30) as writer:
-        for n, (_, value) in values.items():
-            writer.write(n, value)
-    with pytest.raises(ValueError, match=r"weight_scale is \['U8', 96, 1\]"):
-        import_checkpoint(tmp_path / "out", tmp_path / "again")
+    name = "model.layers.0.mlp.up_proj."
+    scales, twice = values[name + "weight_scale"][1], np.zeros((96, 64), np.float32)
+    for damaged, message in [
+        ({"weight_scale": (Spec("U8", (96, 1)), scales[:, :1])}, r"weight_scale is \['U8', 96, 1\]"),
+        ({"weight_scale": (Spec("U8", (192,)), scales.reshape(-1))}, r"weight_scale is \['U8', 192\]"),
+        ({"weight": (Spec("F32", (96, 64)), twice)}, "has both weight and weight_packed"),
+    ]:
+        changed = values | {name + part: tensor for part, tensor in damaged.items()}
+        with Writer(tmp_path / "out", {n: spec for n, (spec, _) in changed.items()}, 2**30) as writer:
+            for n, (_, value) in changed.items():
+                writer.write(n, value)
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(tmp_path / "out", tmp_path / "again")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="truncated"):
