@@ -119,16 +119,21 @@ class BlockGemms:
         return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
 
     def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
-        """Returns the products of each expert's rows in x's dtype, for the layer `name`."""
+        """Returns the products of each expert's rows in x's dtype, for the layer `name`.
+
+        Its slot, if there is one, is an `Amax`, of all experts.
+        """
+        policy, key = self.policies[name], self._key(name)
         y = order.product(
             x,
             w,
-            policy=self.policies[name],
-            key=self._key(name),
+            policy=policy,
+            key=key,
             implementation=self.implementation,
             preferred_element_type=x.dtype,
         )
-        return tag_product(y)
+        slot = None if self.slots is None else self.slots.get(name)
+        return tag_product(y if slot is None else probe(policy, self.implementation, y, x, w, key, slot))
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""

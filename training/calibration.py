@@ -9,7 +9,7 @@ from flax import nnx
 
 from models import decoder
 from models.configs import DecoderConfig
-from models.gemms import linear_layers
+from models.gemms import LINEAR_LAYERS
 from mxjax.policy.layers import LayerPolicies
 from mxjax.stats.layers import Amax
 from training.config import DataConfig
@@ -30,6 +30,8 @@ def largest_inputs(
 ) -> dict[str, float]:
     """Returns the largest magnitude of each linear layer's input, by the names of our layers and "head".
 
+    The experts of a layer share the largest of all their inputs, since a few sequences may not reach each.
+
     Args:
       run: the run's folder, whose tokenizer the data must have.
       policies: the precision in which the model runs.
@@ -43,7 +45,7 @@ def largest_inputs(
     tokens = load_held_out(data, config.vocab_size, True, seq_len, "--calibrate")
     seq_len = min(seq_len, max(len(tokens) - 1, 1))
     shape = DataConfig(vocab_size=config.vocab_size, batch_size=1, seq_len=seq_len)
-    names, zeros = linear_layers(config), jnp.zeros(config.n_layers)
+    zeros = jnp.zeros(config.n_layers)
 
     @jax.jit
     def largest(params, batch):
@@ -52,7 +54,7 @@ def largest_inputs(
             x, _, _ = model.hidden(batch, policies=policies, key=jax.random.key(0), slots=slots)
             return jnp.sum(x.astype(jnp.float32)), jnp.max(jnp.abs(x)).astype(jnp.float32)
 
-        found, head = jax.grad(output, has_aux=True)(dict.fromkeys(names, Amax(zeros, zeros, zeros)))
+        found, head = jax.grad(output, has_aux=True)(dict.fromkeys(LINEAR_LAYERS, Amax(zeros, zeros, zeros)))
         return {name: amax.x for name, amax in found.items()}, head
 
     batches = evaluation_batches(tokens, shape, _SEQUENCES, config.vocab_size)

@@ -196,10 +196,13 @@ def export_checkpoint(
             dtype = "bfloat16"
             phases = from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
-            packing = _pack(config, layers, quantize, scale_rule, calibrate is not None)
+            packing = _pack(config, layers, quantize, scale_rule)
             print(packing.line)
             if calibrate is not None:
-                packing = packing._replace(inputs=_inputs(run, saved, config, params, layers, calibrate))
+                ran = layers or decoder.layer_policies(config, get_policy("bf16"))
+                seq_len = saved["config"]["data"]["seq_len"]
+                inputs = largest_inputs(run, config, params, ran, calibrate, seq_len)
+                packing = packing._replace(inputs=inputs)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
         if packing.layout is not None:
@@ -238,29 +241,13 @@ def _pack(
     layers: LayerPolicies | None,
     quantize: PackedFormat | Literal["gguf"],
     scale_rule: ScaleRule | None,
-    calibrated: bool,
 ) -> _Packing:
     """Returns how `--quantize` stores a model, without inputs; see `choose_operands`."""
     layout = layout_for(config, quantize)
     number = "mxfp4" if layout is None else layout.number
     if number == "nvfp4" and config.experts is not None:
-        if calibrated:
-            raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
         print(f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr)
     return _Packing(layout, *choose_operands(config, layers, scale_rule, number), None)
-
-
-def _inputs(
-    run: pathlib.Path,
-    saved: Mapping[str, Any],
-    config: DecoderConfig,
-    params: decoder.Params,
-    layers: LayerPolicies | None,
-    data: str,
-) -> dict[str, float]:
-    """Returns the largest inputs on the data, in the policies given, or in bfloat16."""
-    layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-    return largest_inputs(run, config, params, layers, data, saved["config"]["data"]["seq_len"])
 
 
 def _check_format_flags(

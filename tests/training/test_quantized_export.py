@@ -343,6 +343,40 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
     assert np.abs(theirs - without).mean() > 10 * np.abs(theirs - ours).mean()
 
 
+def test_nvfp4_of_experts_inputs_is_calibrated(tmp_path):
+    """Divisors are those of the largest inputs of transformers' experts, the same for all of a layer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = dataclasses.replace(CONFIG, experts=ExpertsConfig(3, 2, renormalized=True))
+    (tmp_path / "seed").mkdir()
+    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
+    rewrite_params(tmp_path / "seed", config, params)
+    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(np.random.default_rng(1).integers(97, 123, 40, np.uint8)))
+    flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(text)}
+    export_checkpoint(tmp_path / "run", tmp_path / "out", **flags)
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "seed")
+    modules = {n: m for n, m in model.named_modules() if hasattr(m, "gate_up_proj")}
+    given = {}
+    for name, module in modules.items():
+        module.register_forward_pre_hook(lambda _, x, name=name: given.update({name: x}))
+    largest = []
+    with torch.no_grad():
+        model(torch.tensor([list(text.read_bytes())]))
+        for name, module in modules.items():
+            x, experts = given[name][:2]
+            gate, up = torch.einsum("td,efd->tef", x, module.gate_up_proj).chunk(2, dim=-1)
+            gated = (torch.nn.functional.silu(gate) * up).take_along_dim(experts[..., None], dim=1)
+            largest.append([float(t.abs().max()) for t in (x, gated)])
+    with Reader(tmp_path / "out") as reader:
+        for i, (inputs, gated) in enumerate(largest):
+            for j in range(3):
+                for name, amax in (("w1", inputs), ("w3", inputs), ("w2", gated)):
+                    module = f"model.layers.{i}.block_sparse_moe.experts.{j}.{name}"
+                    divisor = float(reader.read(f"{module}.input_global_scale")[0])
+                    assert divisor == pytest.approx(2688 / amax, rel=0.03), module
+
+
 def test_transformers_loads_what_the_fprop_multiplies(run, params, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
