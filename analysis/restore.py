@@ -24,6 +24,7 @@ from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exce
 from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints, Weights
+from training.run.frozen import restore_weights
 from training.run.record import documents_of_run, from_json, model_of, read_run_config
 from training.step import all_finite
 
@@ -88,7 +89,7 @@ def restore(arguments: RunArguments) -> Restored:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best" and (step := checkpoints.best) is None:
             raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
-        params = checkpoints.restore_params(decoder.abstract_params(model), step, arguments.weights)
+        params = restore_weights(arguments.run, config, model, checkpoints, step, arguments.weights)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):
         raise ValueError(

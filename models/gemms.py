@@ -3,6 +3,8 @@
 Shapes in names as in `models.decoder`.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from models.context import cut, join
 from models.documents import visible_keys
 from models.expert_order import Order
 from models.expert_parallel import Exchange
+from models.lora import Adapted
 from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
@@ -101,6 +104,8 @@ class BlockGemms:
 
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""
+        if isinstance(w, Adapted):
+            return self._adapted(name, x if norm is None else rms_norm(x, norm), w, dtype)
         policy, key = self.policies[name], self._key(name)
         options: dict[str, Any] = {
             "policy": policy,
@@ -117,6 +122,12 @@ class BlockGemms:
         y = mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, **options)
         slot = None if self.slots is None else self.slots.get(name)
         return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
+
+    def _adapted(self, name: str, x, w: Adapted, dtype: Any) -> Array:
+        """Returns `dot` of x and weights with an adapter."""
+        if self.slots is not None:  # statistics read the weights' values
+            w = dataclasses.replace(w, frozen=w.values())
+        return w.product(x, functools.partial(self.dot, name, dtype=dtype))
 
     def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
         """Returns the products of each expert's rows in x's dtype, for the layer `name`.
@@ -137,7 +148,7 @@ class BlockGemms:
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""
-        if self.slots is None:
+        if self.slots is None and not isinstance(gate_up, Adapted):
             y = fused_mlp(
                 x,
                 (gate_up, down),

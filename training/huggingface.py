@@ -28,7 +28,6 @@ import tyro
 
 from models import decoder
 from models.configs import DecoderConfig, name_of, to_dict
-from models.decoder import abstract_params
 from models.huggingface.architectures import views
 from models.huggingface.config import read_config, write_config
 from models.huggingface.files import (
@@ -43,8 +42,10 @@ from models.huggingface.files import (
 )
 from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
+from models.huggingface.peft import write_adapters
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
 from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
+from models.lora import merged
 from models.received import read_text
 from mxjax import Operand, get_policy
 from mxjax.numerics.scales import ScaleRule
@@ -61,7 +62,8 @@ from training.process.start import output_errors, unwinding_signals
 from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
-from training.run.record import model_of, read_run_config, to_json, write_run_config
+from training.run.frozen import restore_weights
+from training.run.record import from_json, model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
@@ -102,15 +104,18 @@ CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(m
 RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig:
+def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool = False) -> DecoderConfig:
     """Imports a Hugging Face checkpoint as a run, for train.py --init and eval.py.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
         linear layers in MXFP4 or NVFP4 as compressed-tensors packs them, or in MXFP4 as Quark does.
       run: the folder to create.
+      packed: keep linear layers in MXFP4 as they are, of 4.25 bits a weight, for train.py --lora. Only layers
+        that all blocks have in MXFP4 are; experts and all else are in float32.
     Raises:
-      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged.
+      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged, or has
+        nothing that can stay packed.
     """
     source, run = absolute_path(source), absolute_path(run)
     check_files(source)
@@ -121,7 +126,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig
     config = read_config(raw)
     with new_folder(run) as folder:
         with Reader(source) if layout is None else PackedReader(source, layout) as reader:
-            params, dtypes = read_params(reader, config)
+            params, dtypes = read_params(reader, config, keeps_packed=packed)
         save_params(folder / "checkpoints", params)
         kept = folder / HUGGINGFACE
         kept.mkdir()
@@ -151,6 +156,7 @@ def export_checkpoint(
     activations: bool = False,
     calibrate: str | None = None,
     chat_template: pathlib.Path | None = None,
+    adapters: bool = False,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
 ) -> DecoderConfig:
@@ -170,6 +176,7 @@ def export_checkpoint(
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
       chat_template: a Jinja file with the model's chat template.
+      adapters: write the adapters of --lora alone, as PEFT does, and not the weights with them merged.
       shard_gb: largest size of a file's tensors, in 10**9 bytes.
       allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
@@ -183,13 +190,17 @@ def export_checkpoint(
     _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
+    if adapters and (saved["config"].get("lora") is None or quantize or dtype or template):
+        raise ValueError("--adapters is for runs with --lora; leave out --quantize, --dtype, --chat-template")
     at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
-            params = jax.tree.map(
-                np.asarray, checkpoints.restore_params(abstract_params(config), step, weights)
-            )
+            restored = restore_weights(run, from_json(saved["config"]), config, checkpoints, step, weights)
+        params = jax.tree.map(np.asarray, merged(restored))
         _check_finite(run, views(config, params), allow_nonfinite)
+        if adapters:
+            write_adapters(folder, config, restored)
+            return config
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         packing = _Packing(None, {}, "not quantized", None)
         if quantize is not None:

@@ -22,6 +22,7 @@ from models import decoder
 from models.configs import DecoderConfig
 from models.documents import Documents
 from models.gemms import linear_weights
+from models.lora import merged
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
@@ -61,6 +62,7 @@ def diagnose_model(
 ) -> dict[str, Any]:
     """Returns the diagnosis of a restored model, the size of what it read, and the versions that ran it."""
     _, model, params, _, phase, implementation, documents = restored
+    params = merged(params)  # the GEMMs of whole weights are measured
     found = diagnose(model, params, phase.layers, implementation, batches, say=say, documents=documents)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     return shape | found | {"versions": facts()}

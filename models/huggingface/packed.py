@@ -178,6 +178,15 @@ class PackedReader(Reader):
             )
         return QuantizedWeight.unpacked(packed, scales.view(np.uint8), *(d[0] for d in divisor)).values()
 
+    def packed_weights(self) -> frozenset[str]:
+        is_mxfp4 = self._layout.number == "mxfp4"
+        return frozenset(f"{module}.weight" for module in self._packed if is_mxfp4)
+
+    def read_packed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        names = self._packed[name.removesuffix(".weight")]
+        packed, scales = (super(PackedReader, self).read(n) for n in names)
+        return packed, scales
+
     def _join(self, module: str) -> None:
         """Replaces the specs of a packed matrix by that of the matrix."""
         layout = self._layout

@@ -24,6 +24,7 @@ from training.data.load import documents_of, load_data
 from training.memory import Memory, gib, memory_there_is
 from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
+from training.run.frozen import frozen_shapes
 from training.run.record import documents_of_run
 from training.run.resume import begun_config
 from training.run.setup import check_phases, choose, fits_mesh
@@ -57,10 +58,10 @@ class Forecast(NamedTuple):
         axes = (AxisType.Auto,) * len(sizes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
         filled = filled_size(sizes, self.model, [phase.layers for phase in self.phases])
-        fill = functools.partial(as_stored, dtype=config.optimizer.master, size=filled)
+        fill = functools.partial(as_stored, config=config, size=filled)
         deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
         optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
-        shapes = abstract_state(self.model, optimizer, mesh, fill)
+        shapes = abstract_state(self.model, optimizer, mesh, fill)._replace(frozen=frozen_shapes(config))
         found = (memory_of_run(config, self.model, each, shapes, sizes, self.documents) for each in layers)
         return max(found, key=lambda memory: memory.total)
 
