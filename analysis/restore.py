@@ -109,8 +109,9 @@ def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
         changes = own | changes | {"layers": (*own.get("layers", ()), *arguments.layers)}
     changes = {name: value for name, value in changes.items() if value}
     weights = {} if arguments.weights is None else {"weights": arguments.weights}
+    mask = getattr(arguments, "document_mask", None)
     found = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
-    return found | weights | changes
+    return found | weights | ({} if mask is None else {"document_mask": mask}) | changes
 
 
 def in_words(described: Mapping[str, Any]) -> str:
