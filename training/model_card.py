@@ -42,7 +42,7 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
 def model_card(
     run: pathlib.Path, saved: dict[str, Any], step: int, stored: str, weights: Weights | None = None
 ) -> str:
-    """Returns README.md of an export: data, policy, tokens, loss, versions and command.
+    """Returns README.md of an export: data, policy, tokens, loss, versions, commit and command.
 
     Args:
       saved: config.json of the run.
@@ -64,6 +64,7 @@ def model_card(
         "Validation loss": f"{losses[max(losses)]:.4f} at step {max(losses):,}" if losses else None,
         "Weights": averaged + stored,
         "mxjax": environment.get("mxjax"),
+        "Commit": None if environment.get("commit") == "unknown" else environment.get("commit"),
         "JAX": environment.get("jax"),
         "Device": environment.get("device"),
         "Command": f"`{command_of(config, 'RUN')}`" if step else None,

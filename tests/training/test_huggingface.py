@@ -26,6 +26,7 @@ from training.command_line import parse
 from training.data.indexed_dataset import IndexedDataset
 from training.huggingface import export_checkpoint, import_checkpoint
 from training.model_card import model_card
+from training.process.environment import facts
 from training.run.record import to_json
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
@@ -225,8 +226,10 @@ def test_the_card_has_the_loss_of_the_exported_weights_and_the_run_s_command(tmp
     config = parse([*flags, "--policy", "wgrad"])
     evaluated = {"step": 7, "eval_loss": 2.5, "ema_eval_loss": 2.25}, {"step": 9, "eval_loss": 1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluated))
-    saved = {"config": to_json(config), "model": to_dict(get_config("tiny"))}
+    saved = {"config": to_json(config), "model": to_dict(get_config("tiny")), "environment": facts()}
     card = model_card(tmp_path, saved, 8, "not quantized", weights)
+    assert f"| Commit | {facts()['commit']} |" in card
+    assert "| Commit |" not in model_card(tmp_path, saved | {"environment": {"commit": "unknown"}}, 8, "")
     assert f"| Validation loss | {loss} at step 7 |" in card
     assert ("| average over the steps (--ema 0.9), not quantized |" in card) == (weights == "ema")
     command = next(line for line in card.splitlines() if line.startswith("| Command")).split("`")[1]

@@ -355,7 +355,7 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
         **{f"the data's {name}": value for name, value in data.items()},
         "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
         "mask of documents": plan.documents,
-        **facts(),
+        **{name: value for name, value in facts().items() if name != "commit"},  # which needs git
         "device": devices,
         "implementation": choose_implementation(plan.config.precision.implementation),
     }
