@@ -156,6 +156,7 @@ def test_the_memory_of_frozen_weights_is_what_they_take(base, text):
     ("flags", "message"),
     [
         (["--lora", "4"], "add --init RUN"),
+        (["--lora", "4", "--plan"], "add --init RUN"),
         (["--lora", "4", "--init", "PACKED", "--optimizer", "muon"], "--optimizer muon is for whole weights"),
         (["--lora", "4", "--init", "PACKED", "--no-decay", "head"], "--no-decay is for whole weights"),
         (["--init", "TUNED", "--lr", "1e-5"], "has adapters of --lora"),

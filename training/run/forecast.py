@@ -24,7 +24,7 @@ from training.data.load import documents_of, load_data
 from training.memory import Memory, gib, memory_there_is
 from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
-from training.run.frozen import frozen_shapes
+from training.run.frozen import check_lora, frozen_shapes
 from training.run.record import documents_of_run
 from training.run.resume import begun_config
 from training.run.setup import check_phases, choose, fits_mesh
@@ -85,6 +85,8 @@ class Forecast(NamedTuple):
 
     def _can_run(self, setting: Setting) -> bool:
         data, sizes = self.config.data, setting.mesh
+        if self.config.lora is not None and math.prod(sizes.values()) > 1:
+            return False
         if data.batch_size % (batch_parts_of(sizes) * setting.accumulate):
             return False
         with contextlib.suppress(ValueError):
@@ -107,6 +109,7 @@ def forecast(config: Config) -> str:
     given = Setting(
         config.remat, config.accumulate, parse_mesh(config.mesh, None if config.mesh else jax.device_count())
     )
+    check_lora(config, math.prod(given.mesh.values()))
     fits = functools.partial(fits_mesh, model, outline.phases)
     check_batch(given.mesh, config.data.batch_size, config.accumulate, fits)
     check_phases(given.mesh, model, outline.phases)
