@@ -1,6 +1,7 @@
 """The largest inputs of a model's linear layers on a few sequences, for consumers that round activations."""
 
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from models import decoder
 from models.configs import DecoderConfig
 from models.gemms import LINEAR_LAYERS
 from mxjax.policy.layers import LayerPolicies
+from mxjax.recipes import get_policy
 from mxjax.stats.layers import Amax
 from training.config import DataConfig
 from training.data.load import load_held_out
 from training.data.text import evaluation_batches
+from training.run.record import documents_of_run
 from training.run.tokens import check_tokenizer_of, check_tokens_of
 
 _SEQUENCES = 16
@@ -22,11 +25,11 @@ _SEQUENCES = 16
 
 def largest_inputs(
     run: pathlib.Path,
+    saved: dict[str, Any],
     config: DecoderConfig,
     params: decoder.Params,
-    policies: LayerPolicies,
+    policies: LayerPolicies | None,
     data: str,
-    seq_len: int,
 ) -> dict[str, float]:
     """Returns the largest magnitude of each linear layer's input, by the names of our layers and "head".
 
@@ -34,12 +37,14 @@ def largest_inputs(
 
     Args:
       run: the run's folder, whose tokenizer the data must have.
-      policies: the precision in which the model runs.
+      saved: config.json of the run, whose length of sequences and mask of documents hold.
+      policies: the precision in which the model runs; None is bfloat16.
       data: text or dataset PREFIX, of which the first 16 sequences are read.
-      seq_len: tokens of a sequence, fewer if there are fewer.
     Raises:
       ValueError: the data cannot be read or has other tokens, or inputs are not finite.
     """
+    policies = policies or decoder.layer_policies(config, get_policy("bf16"))
+    seq_len, documents = saved["config"]["data"]["seq_len"], documents_of_run(saved)
     check_tokens_of(run, "--calibrate", data)
     check_tokenizer_of(run, "--calibrate", data)
     tokens = load_held_out(data, config.vocab_size, True, seq_len, "--calibrate")
@@ -51,7 +56,8 @@ def largest_inputs(
     def largest(params, batch):
         def output(slots):
             model = nnx.merge(decoder.graph(config), params)
-            x, _, _ = model.hidden(batch, policies=policies, key=jax.random.key(0), slots=slots)
+            options = {"key": jax.random.key(0), "slots": slots, "documents": documents}
+            x, _, _ = model.hidden(batch, policies=policies, **options)
             return jnp.sum(x.astype(jnp.float32)), jnp.max(jnp.abs(x)).astype(jnp.float32)
 
         found, head = jax.grad(output, has_aux=True)(dict.fromkeys(LINEAR_LAYERS, Amax(zeros, zeros, zeros)))

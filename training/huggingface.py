@@ -44,26 +44,40 @@ from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
 from models.huggingface.peft import write_adapters
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
-from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
+from models.huggingface.weights import as_written, check_finite, dtype_field, progress, read_params, specs_of
 from models.lora import merged
 from models.received import read_text
-from mxjax import Operand, get_policy
+from mxjax import Operand
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy.layers import LayerPolicies
 from training.calibration import largest_inputs
 from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
-from training.model_card import EndToken, end_token, model_card
+from training.flags.ranges import Range, check_ranges
+from training.log.metrics import best_step
+from training.model_card import (
+    EndToken,
+    adapters_in_words,
+    end_token,
+    export_in_words,
+    import_in_words,
+    model_card,
+)
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
-from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
 from training.run.frozen import restore_weights
-from training.run.record import from_json, model_of, read_run_config, to_json, write_run_config
+from training.run.record import (
+    from_json,
+    model_of,
+    read_run_config,
+    to_json,
+    write_run_config,
+)
 from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
@@ -80,9 +94,9 @@ def main() -> None:
     run = flags(lambda words: parse(later, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
     with unwinding_signals(), input_errors():
         start_jax()
-        config = run()
+        said = run()
     with output_errors():
-        print(f"{config.n_params:,} parameters: {config}")
+        print(said)
 
 
 def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
@@ -104,8 +118,8 @@ CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(m
 RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool = False) -> DecoderConfig:
-    """Imports a Hugging Face checkpoint as a run, for train.py --init and eval.py.
+def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool = False) -> str:
+    """Imports a Hugging Face checkpoint as a run; returns a summary and the next command, in two lines.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
@@ -141,7 +155,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool 
             "imported": str(source),
         }
         write_run_config(folder, values)
-    return config
+    return import_in_words(run, config)
 
 
 def export_checkpoint(
@@ -149,7 +163,7 @@ def export_checkpoint(
     target: CheckpointFolder,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     weights: Weights | None = None,
     quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
@@ -159,15 +173,15 @@ def export_checkpoint(
     adapters: bool = False,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
-) -> DecoderConfig:
-    """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
+) -> str:
+    """Exports a run for transformers; returns a summary and the next command, in two lines.
 
     Args:
       run: the run's folder.
       target: the folder to create.
       dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
-      step: the checkpoint's step. Default: the last.
+      step: the checkpoint's step, or best by the evaluation loss of the weights. Default: the last.
       weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
@@ -192,15 +206,17 @@ def export_checkpoint(
     config = model_of(saved)
     if adapters and (saved["config"].get("lora") is None or quantize or dtype or template):
         raise ValueError("--adapters is for runs with --lora; leave out --quantize, --dtype, --chat-template")
-    at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
+    steps = saved_steps(run / "checkpoints")
+    step = best_step(run, steps, weights) if step == "best" else step
+    at = max(steps, default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
             restored = restore_weights(run, from_json(saved["config"]), config, checkpoints, step, weights)
         params = jax.tree.map(np.asarray, merged(restored))
-        _check_finite(run, views(config, params), allow_nonfinite)
+        check_finite(run, views(config, params), allow_nonfinite)
         if adapters:
             write_adapters(folder, config, restored)
-            return config
+            return adapters_in_words(target, at)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         packing = _Packing(None, {}, "not quantized", None)
         if quantize is not None:
@@ -208,11 +224,8 @@ def export_checkpoint(
             phases = from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
             packing = _pack(config, layers, quantize, scale_rule)
-            print(packing.line)
             if calibrate is not None:
-                ran = layers or decoder.layer_policies(config, get_policy("bf16"))
-                seq_len = saved["config"]["data"]["seq_len"]
-                inputs = largest_inputs(run, config, params, ran, calibrate, seq_len)
+                inputs = largest_inputs(run, saved, config, params, layers, calibrate)
                 packing = packing._replace(inputs=inputs)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
@@ -228,7 +241,7 @@ def export_checkpoint(
         else:
             _write_weights(folder, config, params, specs, packing, int(shard_gb * 1e9))
         (folder / "README.md").write_text(model_card(run, saved, at, packing.line, weights))
-    return config
+    return export_in_words(target, config, at, packing.line)
 
 
 class _Packing(NamedTuple):
@@ -292,15 +305,6 @@ def _template(path: pathlib.Path) -> bytes:
     if path.is_dir() or not path.exists():
         raise ValueError(f"{name}: no such file")
     return read_text(path, name).encode()
-
-
-def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:
-    bad = [name for name, view in named.items() if not np.isfinite(view).all()]
-    if bad and not allow_nonfinite:
-        raise ValueError(
-            f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
-            "export an earlier --step, or add --allow-nonfinite"
-        )
 
 
 def _write_weights(

@@ -198,6 +198,16 @@ def specs_of(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.P
     return {name: Spec(dtypes.get(name, default), shape_of(name, view)) for name, view in named.items()}
 
 
+def check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:
+    """Raises ValueError if a tensor of a run holds NaN or infinity, unless that is allowed."""
+    bad = [name for name, view in named.items() if not np.isfinite(view).all()]
+    if bad and not allow_nonfinite:
+        raise ValueError(
+            f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
+            "export an earlier --step, or add --allow-nonfinite"
+        )
+
+
 def dtype_field(raw: Mapping[str, Any]) -> str:
     """Returns the name of config.json's field for the dtype."""
     return "dtype" if "dtype" in raw else "torch_dtype"  # transformers 5 and 4

@@ -17,7 +17,6 @@ import jax
 from rich.filesize import decimal
 
 import mxjax
-from mxjax.kernels.selftest.measured import commit
 from training.process.extras import MissingExtraError
 from training.process.start import program_name
 
@@ -177,13 +176,12 @@ def memory_errors(clean_up: Callable[[], None] = lambda: None) -> Iterator[None]
 
 
 def facts() -> dict[str, str | int]:
-    """Returns the versions, the commit of the code and the device that a run's numbers depend on."""
+    """Returns the versions and the device that a run's numbers depend on."""
     packages = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
         "mxjax": mxjax.__version__,
-        "commit": commit(),
         **{name: importlib.metadata.version(name) for name in packages},
         "platform": device.platform,
         "device": device.device_kind,
