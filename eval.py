@@ -31,7 +31,7 @@ from analysis.diagnose.diagnose import (
     write,
 )
 from analysis.diagnose.tables import summary
-from analysis.evaluate import EvalConfig, evaluate_model, read_sets
+from analysis.evaluate import EvalConfig, evaluate_model, read_sets, with_mask
 from analysis.report.report import ReportConfig, report
 from analysis.restore import describe, in_words, restore
 from analysis.sample import SampleConfig, generate_text
@@ -73,7 +73,7 @@ def evaluate(arguments: EvalConfig) -> Record:
     enable_compilation_cache()
     restored = restore(arguments)
     sets = read_sets(arguments, restored)
-    found = describe(arguments, restored) | evaluate_model(restored, sets)
+    found = describe(arguments, restored) | evaluate_model(with_mask(arguments, restored), sets)
     if not arguments.json:
         tokens = sum(batch[:, 1:].size for one in sets for batch in one.batches)
         result = f"{result_in_words(found)}  over {tokens:,} tokens"
@@ -88,7 +88,8 @@ def diagnose(arguments: DiagnoseConfig) -> Record:
     batches = read_sets(arguments, restored)[0].batches
     check_batches(batches)
     check_folder(arguments.out)
-    found = describe(arguments, restored) | diagnose_model(restored, batches, say=show_progress)
+    masked = with_mask(arguments, restored)
+    found = describe(arguments, restored) | diagnose_model(masked, batches, say=show_progress)
     files = [] if arguments.out is None else write(found, arguments.out)
     if not arguments.json:
         show(summary(found), *map(str, files))

@@ -36,7 +36,8 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
     | dict.fromkeys(
-        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every"), COUNT
+        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every", "lora"),
+        COUNT,
     )
     | dict.fromkeys(
         ("keep_checkpoints", "eval_every", "eval_batches", "eval_sequences", "log_every", "stats_every"),
@@ -244,6 +245,9 @@ class Config:
     DecoderConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
+    lora: int | None = None
+    """Train low-rank adapters of this rank beside the linear layers of the blocks, and freeze the weights
+    that --init brings. Weights that `import --packed` brought stay in packed MXFP4."""
     branch: pathlib.Path | None = None
     """Go on from the state of another run in a new --out, with its flags: RUN, or RUN/checkpoints/STEP. With
     --decay N the learning rate falls over the next N steps, the last ones; --steps makes them more. It must

@@ -197,7 +197,7 @@ def abstract_state(
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(lambda key: init_state(fill(decoder.init(config, key)), optimizer), key)
-    shardings = state_shardings(mesh, optimizer, state, param_shardings(mesh, parameter_axes(config)))
+    shardings = state_shardings(mesh, optimizer, state, param_shardings(mesh, parameter_axes(state.params)))
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
 
 
@@ -272,7 +272,7 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
     flat, structure = jax.tree.flatten_with_path(abstract_params(config))
     for (path, x), names, lengths in zip(
         flat,
-        structure.flatten_up_to(parameter_axes(config)),
+        structure.flatten_up_to(parameter_axes(abstract_params(config))),
         structure.flatten_up_to(units),
         strict=True,
     ):
@@ -291,14 +291,14 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             )
 
 
-def parameter_axes(config: DecoderConfig) -> Params:
+def parameter_axes(params: Params) -> Params:
     """Returns the logical axes of every parameter; those of blocks begin with "layers"."""
 
     def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
         own = _own_axes(name.removeprefix("blocks."), x.ndim - name.startswith("blocks."))
         return ("layers", *own) if name.startswith("blocks.") else own
 
-    return _map_named(axes, abstract_params(config))
+    return _map_named(axes, params)
 
 
 def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:

@@ -57,7 +57,7 @@ def losses(*cases: str) -> None:
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
             options = compiler_options(mesh, policies.policies, None)
             with jax.set_mesh(mesh):
-                given = jax.device_put(params, param_shardings(mesh, parameter_axes(model)))
+                given = jax.device_put(params, param_shardings(mesh, parameter_axes(params)))
                 run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
                 found.append(jax.device_get(run(given, batch)))
         (a, da), (b, db) = found
