@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernels.dot import Tensors, both_ways, compare_part, largest_distance, make_tensors
+from benchmarks.kernels.peers import grouped_by_torch
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from mxjax.products.implementations import Implementation, compiler_options
 from mxjax.products.ragged import ragged_dot
@@ -88,7 +89,7 @@ def cases(name: str, tensors: Tensors, options: argparse.Namespace) -> Iterator[
     yield case("a GEMM an expert, static sizes, bfloat16", baseline, is_ceiling=True)
     yield case("jax.lax.ragged_dot, bfloat16", by_lax(sizes, cudnn=False), ours=False)
     yield case("jax.lax.ragged_dot by cuDNN, bfloat16", by_lax(sizes, cudnn=True), ours=False)
-    peer = functools.partial(by_torch, x, w, sizes)
+    peer = functools.partial(grouped_by_torch, x.shape, w.shape, sizes)
     yield Case("torch._grouped_mm, bfloat16", peer, work, ours=False, fields=fields)
     part = sizes_of(name, min(len(x), 512), len(w))
     for policy in options.policies:
@@ -132,24 +133,6 @@ def _given(product: Callable, sizes: np.ndarray, flags: dict | None) -> Callable
 
     dynamic, given = jax.jit(step, compiler_options=flags), jnp.array(sizes)
     return lambda x, w, dy: dynamic(x, w, dy, given)
-
-
-def by_torch(x: jax.Array, w: jax.Array, sizes: np.ndarray) -> Checked:
-    """Returns the three products by PyTorch of random tensors of these shapes, with the casts of w and dw."""
-    import torch
-
-    m, (g, k, n) = len(x), w.shape
-    ends = torch.tensor(np.cumsum(sizes), device="cuda", dtype=torch.int32)
-    x_, dy = (torch.randn(m, width, device="cuda", dtype=torch.bfloat16) for width in (k, n))
-    w_ = torch.randn(g, k, n, device="cuda")
-
-    def run():
-        w16 = w_.bfloat16()
-        y = torch._grouped_mm(x_, w16, offs=ends)
-        dx = torch._grouped_mm(dy, w16.transpose(1, 2), offs=ends)
-        return y, dx, torch._grouped_mm(x_.T, dy, offs=ends).float()
-
-    return Checked(run, wait=lambda _: torch.cuda.synchronize())
 
 
 def by_experts(x: jax.Array, w: jax.Array, sizes: np.ndarray) -> jax.Array:

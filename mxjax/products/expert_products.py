@@ -6,6 +6,7 @@ expert's values are those that `mxjax.products.ragged` multiplies by "xla". With
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.blocks import pad
 from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_runs import Runs, runs_of
 from mxjax.products.implementations import KEPT
@@ -71,7 +73,7 @@ def _forward(options: Options, unit: int, x, w, sizes, key, *, keep: bool):
     fprop, dgrad, wgrad = uses_of_policy(policy, gemms, key)
     x_uses = [fprop.lhs, wgrad.lhs] if keep and gemms.wgrad in KEPT else [fprop.lhs]
     w_uses = [fprop.rhs, dgrad.rhs] if keep and gemms.dgrad in KEPT else [fprop.rhs]
-    lhs, *x_packed = prepare(runs.filled(x), x_uses)
+    lhs, *x_packed = _prepare(x, x_uses, runs)
     rhs, *w_packed = prepare(w, w_uses)
     y = _multiply(options, "fprop", dtypes[0], lhs, rhs, runs)
     return y, (x_packed[0] if x_packed else None, w_packed[0] if w_packed else None)
@@ -86,15 +88,25 @@ def _backward(options: Options, unit: int, tensors, packed, sizes, key, dy):
     x_columns, w_rows = packed
     runs = _runs(options, dy.shape[0], unit, sizes)
     _, dgrad, wgrad = uses_of_policy(policy, gemms, key)
-    dy_rows, dy_columns = prepare(runs.filled(dy), [dgrad.lhs, wgrad.rhs])
+    dy_rows, dy_columns = _prepare(dy, [dgrad.lhs, wgrad.rhs], runs)
     if w is not None:
         [w_rows] = prepare(w, [dgrad.rhs])
     if x is not None:
-        [x_columns] = prepare(runs.filled(x), [wgrad.lhs])
+        [x_columns] = _prepare(x, [wgrad.lhs], runs)
     assert w_rows is not None
     assert x_columns is not None
     dx = _multiply(options, "dgrad", dtypes[1], dy_rows, w_rows, runs)
     return dx, _multiply(options, "wgrad", dtypes[2], x_columns, dy_columns, runs)
+
+
+def _prepare(x: Float[Array, "m k"], uses: list[OperandUse], runs: Runs) -> Sequence[Prepared]:
+    """Returns the rows of x in runs, as each GEMM multiplies them."""
+    if current_target() is not None:
+        from mxjax.kernels.quantize.filled import quantize_filled, takes_filled
+
+        if takes_filled(x, uses, _places(runs)):
+            return quantize_filled(x, uses, _places(runs))
+    return prepare(runs.filled(x), uses)
 
 
 def _multiply(

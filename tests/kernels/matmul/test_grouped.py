@@ -12,6 +12,10 @@ from test_fp4_gemm import GFX950, HERE, built_for, decode, draw
 
 import mxjax
 from mxjax.kernels.matmul import grouped
+from mxjax.kernels.quantize.filled import quantize_filled, takes_filled
+from mxjax.operands.kernel_operand import pack_by_definition
+from mxjax.operands.use import OperandUse
+from mxjax.policy import Rotation
 from mxjax.products.expert_runs import runs_of
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
@@ -134,6 +138,19 @@ def test_one_program_takes_any_sizes():
     for sizes in [(0, 150, 0), (0, 0, 0), (17, 1, 110)]:
         found = products(x, w, dy, jnp.array(sizes), **options)
         assert_same(found, products(x, w, dy, jnp.array(sizes), **options | {"implementation": "xla"}))
+
+
+@pytest.mark.parametrize("rotation", [None, Rotation(16)])
+def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
+    """As it quantizes a copy that is filled up; what no expert has is zero, though it is NaN."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((ROWS, 136)), jnp.bfloat16).at[sum(SIZES) :].set(jnp.nan)
+    uses = [OperandUse(-1, form="packed"), OperandUse(-2, rotation=rotation, form="packed")]
+    r = runs(128)
+    at = grouped.Places(r.experts, r.starts, r.ends, r.run, r.rows)
+    assert takes_filled(x, uses, at)
+    wanted = [pack_by_definition(r.filled(x), use) for use in uses]
+    assert_same(jax.tree.leaves(quantize_filled(x, uses, at)), jax.tree.leaves(wanted))
 
 
 @pytest.mark.slow
