@@ -213,6 +213,16 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_written(here, tm
     assert len(IndexedDataset(tmp_path / "out" / "d")) == 1
 
 
+def test_a_field_of_texts_is_refused(here, tokenizer, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one")
+    with pytest.raises(
+        ValueError, match=r"--field body: .*a\.txt is a document without fields; leave it out"
+    ):
+        tokenize(config(tmp_path / "in", tmp_path / "d", tokenizer=tokenizer, field="body"))
+    assert list(tmp_path.glob("d*")) == []
+
+
 def test_text_alone_trains_a_tokenizer(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="hold no text to train on"):
