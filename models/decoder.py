@@ -28,7 +28,7 @@ from models.context import cut, join, sequence_parts
 from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
 from models.experts import Routing, auxiliary_loss
-from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
+from models.gemms import BlockGemms, Slot, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
 from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
 from mxjax.policy import Policy
@@ -37,7 +37,6 @@ from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
-from mxjax.stats.layers import Amax, Measures, Tensors
 
 AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -97,7 +96,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
+        slots: Mapping[str, Slot] | None = None,
         unroll: int | None = None,
         documents: Documents | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
@@ -112,7 +111,7 @@ class Decoder(nnx.Module):
           remat: what each block keeps for its backward pass; see `mxjax.runtime.remat`.
           implementation: how the GEMMs run; see `mxjax.dot`.
           slots: arrays whose gradients are the errors of the linear layers' GEMMs, or the tensors that they
-            read; see `mxjax.stats.layers`.
+            read, see `mxjax.stats.layers`; or their `mxjax.numerics.delayed.Scales`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.

@@ -21,6 +21,7 @@ from models.expert_order import Order
 from models.expert_parallel import Exchange
 from models.ring import ring_attention
 from models.sharding import weight_layout
+from mxjax.numerics.delayed import Scales
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
 from mxjax.products.fused import fused_mlp, normed_dot
@@ -50,6 +51,8 @@ AXES = {
     "mlp.shared_down": ("mlp", "embed"),
 }
 """The logical axes of the weights, or of an expert's; see `models.sharding`."""
+Slot = Measures | Tensors | Amax | Scales
+"""An argument of a linear layer whose gradient is what a probe measures, or that of its delayed scales."""
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 
@@ -90,7 +93,7 @@ class BlockGemms:
         policies: Mapping[str, Policy],
         keys: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
+        slots: Mapping[str, Slot] | None = None,
         parts: int = 1,
     ):
         self.policies = policies
@@ -102,6 +105,7 @@ class BlockGemms:
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""
         policy, key = self.policies[name], self._key(name)
+        slot = None if self.slots is None else self.slots.get(name)
         options: dict[str, Any] = {
             "policy": policy,
             "key": key,
@@ -109,13 +113,14 @@ class BlockGemms:
             "layout": weight_layout(AXES[name]),
         }
         if norm is not None:
-            if self.slots is None:
+            if self._fuses(name):
                 y = normed_dot(x, norm, w, **options)
                 if y is not None:
                     return y
             x = rms_norm(x, norm)
+        if isinstance(slot, Scales):
+            return mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, scales=slot, **options)
         y = mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, **options)
-        slot = None if self.slots is None else self.slots.get(name)
         return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
 
     def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
@@ -132,7 +137,7 @@ class BlockGemms:
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""
-        if self.slots is None:
+        if self._fuses(*names):
             y = fused_mlp(
                 x,
                 (gate_up, down),
@@ -163,6 +168,11 @@ class BlockGemms:
     def attend(self, q_BSNH, k_BSGH, v_BSGH, first_key_BS=None, sinks_N=None) -> Float[Array, "B S N H"]:
         """Returns causal attention; see `models.attention.causal_attention`."""
         return attend(q_BSNH, k_BSGH, v_BSGH, self, None, first_key_BS, sinks_N)
+
+    def _fuses(self, *names: str) -> bool:
+        """Whether nothing reads the layers' inputs but kernels that may compute them."""
+        probed = any(not isinstance(slot, Scales) for slot in (self.slots or {}).values())
+        return not probed and not any(self.policies[name].delayed for name in names)
 
     def _key(self, name: str) -> jax.Array | None:
         return None if self.keys is None else self.keys[list(self.policies).index(name)]

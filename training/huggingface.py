@@ -52,6 +52,7 @@ from mxjax.policy.layers import LayerPolicies
 from training.calibration import largest_inputs
 from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
+from training.delayed import without_histories
 from training.files import HUGGINGFACE, absolute_path
 from training.model_card import EndToken, end_token, model_card
 from training.phases import from_record, phase_at
@@ -195,7 +196,7 @@ def export_checkpoint(
         if quantize is not None:
             dtype = "bfloat16"
             phases = from_record(saved)
-            layers = phase_at(phases, at).layers if phases else None
+            layers = without_histories(phase_at(phases, at).layers) if phases else None
             packing = _pack(config, layers, quantize, scale_rule, calibrate is not None)
             print(packing.line)
             if calibrate is not None:

@@ -158,7 +158,7 @@ def _quantized_both(x: np.ndarray, rows: InputOptions, columns: InputOptions) ->
     return outputs
 
 
-def cast_inputs(*, shape: list[int], dtype: str, largest: list[float]) -> Arrays:
+def cast_inputs(*, shape: list[int], dtype: str, largest: list[float], **_: object) -> Arrays:
     """Draws x [1, rows, columns], and each side's factor, which makes `largest` of its largest magnitude."""
     x = np.random.default_rng(0).standard_normal((1, *shape)).astype(dtype)
     amax = np.max(np.abs(x.astype(np.float32)))
@@ -166,13 +166,20 @@ def cast_inputs(*, shape: list[int], dtype: str, largest: list[float]) -> Arrays
     return {"x": x, "row_factor": rows, "column_factor": columns}
 
 
-def cast_outputs(inputs: Arrays, *, largest: list[float], **_: object) -> Arrays:
-    """Computes the FP8 elements of rows, and of columns with the rows of x last."""
+def cast_outputs(
+    inputs: Arrays, *, largest: list[float], tile: list[int] | None = None, **_: object
+) -> Arrays:
+    """Computes the FP8 elements of rows, and of columns with the rows of x last; the maxima of tiles."""
     outputs = {}
     for name, value in zip(("row", "column"), largest, strict=True):
         dtype = ml_dtypes.float8_e4m3fn if value == 448 else ml_dtypes.float8_e5m2
         y = (inputs["x"].astype(np.float32) * inputs[f"{name}_factor"][:, None, None]).astype(dtype)
         outputs[f"{name}_words"] = y if name == "row" else y.swapaxes(-1, -2)
+    if tile is not None:
+        magnitudes, (r, c) = np.abs(inputs["x"].astype(np.float32)), tile
+        starts = [np.arange(0, n, step) for n, step in zip(magnitudes.shape[1:], (r, c), strict=True)]
+        of_rows = np.maximum.reduceat(magnitudes, starts[0], axis=1)
+        outputs["maxima"] = np.maximum.reduceat(of_rows, starts[1], axis=2).view(np.int32)
     return outputs
 
 

@@ -59,9 +59,10 @@ def builds(target: Target) -> list[Build]:
         ]
     if target.backend == "cuda":
         wanted += [
-            cast_build(shape, dtype)
+            cast_build(shape, dtype, maxima)
             for shape in ((8192, 4096), (208, 144))
             for dtype in ("bfloat16", "float32")
+            for maxima in (False, True)
         ]
     wanted += [_draws(signs) for signs in ((1, 1, 1), (1, 64, 128), (16, 32, 1))]
     return list({build.name: build for build in wanted}.values())
@@ -210,8 +211,11 @@ def _product_arguments(kind: ComputedKind, r: int, c: int) -> dict[str, Argument
     return arguments
 
 
-def cast_build(shape: tuple[int, int], dtype: str) -> Build:
-    """Returns the build of the kernel that casts a tensor to E4M3 along rows and to E5M2 along columns."""
+def cast_build(shape: tuple[int, int], dtype: str, maxima: bool = False) -> Build:
+    """Returns the build of the kernel that casts a tensor to E4M3 along rows and to E5M2 along columns.
+
+    With `maxima` it also finds the largest magnitudes, as for delayed scales.
+    """
     r, c = shape
     meaning = "what its largest magnitude becomes, divided by that"
     arguments = {
@@ -223,13 +227,21 @@ def cast_build(shape: tuple[int, int], dtype: str) -> Build:
     for name, element, (n, k) in zip(("row", "column"), sides, ((r, c), (c, r)), strict=True):
         view = (1, n, k), element
         arguments[f"{name}_words"] = Argument((1, n, k // 4), "int32", "output", "elements, row-major", view)
+    grid, tile = fp8.grid_of(1, r, c), (fp8.TILE.rows, fp8.TILE.columns)
+    arguments["maxima"] = Argument((1,), "int32", "unused", "not wanted, not written")
+    if maxima:
+        meaning = "bits of each tile's largest magnitude, row-major"
+        arguments["maxima"] = Argument(grid[::-1], "int32", "output", meaning)
     return Build(
-        name=f"cast_{r}x{c}_{dtype}",
+        name=f"cast_{r}x{c}_{dtype}" + ("_maxima" if maxima else ""),
         kernel=fp8.cast_kernel,
         signature=arguments,
-        constants=fp8.constants_of(sides, r, c),
-        grid=fp8.grid_of(1, r, c),
-        expected=Expected("cast", {"shape": [r, c], "dtype": dtype, "largest": [448.0, 57344.0]}),
+        constants=fp8.constants_of(sides, r, c, maxima),
+        grid=grid,
+        expected=Expected(
+            "cast",
+            {"shape": [r, c], "dtype": dtype, "largest": [448.0, 57344.0], "tile": tile if maxima else None},
+        ),
         num_warps=fp8.TILE.warps,
     )
 

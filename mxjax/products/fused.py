@@ -113,7 +113,7 @@ def _normed_fwd(options: NormedOptions, x, w, scale, key):
 
 def _normed_bwd(options: NormedOptions, kept, dy):
     x, scale, residuals = kept
-    dx, dw = backward(options.product, residuals, dy)
+    dx, dw, _ = backward(options.product, residuals, dy)
     dx = varying_as(dx.value(options.product.dtypes[1]), dy)
     dx, d_scale = norm_gradients(dx, x, scale, options.eps)
     return dx, dw, d_scale, None
@@ -200,8 +200,8 @@ def fused_mlp(
 def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
     """Whether kernels compute SwiGLU here.
 
-    They do on Hopper, for operands that its quantizer packs and nothing else reads, from products without
-    the factor of a prescale, and not where a mesh shards the MLP's width.
+    They do on Hopper, for operands that its quantizer packs and nothing else reads, from products whose
+    factors are powers of two, and not where a mesh shards the MLP's width.
 
     Args:
       tokens, width: the shape of silu(gate) * up.
@@ -210,6 +210,8 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
     if not width or gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
         return False
     if any(operand.prescale for gemm in (up.fprop, down.dgrad) for operand in (gemm.lhs, gemm.rhs)):
+        return False
+    if "fp8_tensor" in (up_gemms.fprop, down_gemms.dgrad):
         return False
     if not all(sums_on_each_device(gemms.layout) for gemms in (up_gemms, down_gemms)):
         return False
@@ -243,8 +245,8 @@ def _gated_fwd(options: GatedOptions, x, weights, scale, keys):
 
 def _gated_bwd(options: GatedOptions, residuals, dy):
     of_norm, product, of_up, of_down = residuals
-    gradient, d_down = backward(options.down, of_down, dy)
-    dx, d_up = backward(options.up, of_up, GatedGradient(product, gradient))
+    gradient, d_down, _ = backward(options.down, of_down, dy)
+    dx, d_up, _ = backward(options.up, of_up, GatedGradient(product, gradient))
     dx, d_scale = varying_as(dx.value(options.up.dtypes[1]), dy), None
     if of_norm is not None:
         x, scale = of_norm
