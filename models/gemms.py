@@ -105,7 +105,7 @@ class BlockGemms:
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""
         policy, key = self.policies[name], self._key(name)
-        slot = None if self.slots is None else self.slots.get(name)
+        slot, scales = None if self.slots is None else self.slots.get(name), self._scales(name)
         options: dict[str, Any] = {
             "policy": policy,
             "key": key,
@@ -113,15 +113,17 @@ class BlockGemms:
             "layout": weight_layout(AXES[name]),
         }
         if norm is not None:
-            if self._fuses(name):
-                y = normed_dot(x, norm, w, **options)
+            if not self._is_probed:
+                y = normed_dot(x, norm, w, scales=scales, **options)
                 if y is not None:
                     return y
             x = rms_norm(x, norm)
-        if isinstance(slot, Scales):
-            return mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, scales=slot, **options)
-        y = mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, **options)
-        return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
+        y = mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, scales=scales, **options)
+        return (
+            y
+            if slot is None or scales is not None
+            else probe(policy, self.implementation, y, x, w, key, slot)
+        )
 
     def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
         """Returns the products of each expert's rows in x's dtype, for the layer `name`."""
@@ -137,7 +139,7 @@ class BlockGemms:
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""
-        if self._fuses(*names):
+        if not self._is_probed:
             y = fused_mlp(
                 x,
                 (gate_up, down),
@@ -146,6 +148,7 @@ class BlockGemms:
                 implementation=self.implementation,
                 layouts=[weight_layout(AXES[name]) for name in names],
                 norm=norm,
+                scales=[self._scales(name) for name in names],
             )
             if y is not None:
                 return y
@@ -169,10 +172,14 @@ class BlockGemms:
         """Returns causal attention; see `models.attention.causal_attention`."""
         return attend(q_BSNH, k_BSGH, v_BSGH, self, None, first_key_BS, sinks_N)
 
-    def _fuses(self, *names: str) -> bool:
-        """Whether nothing reads the layers' inputs but kernels that may compute them."""
-        probed = any(not isinstance(slot, Scales) for slot in (self.slots or {}).values())
-        return not probed and not any(self.policies[name].delayed for name in names)
+    def _scales(self, name: str) -> Scales | None:
+        slot = None if self.slots is None else self.slots.get(name)
+        return slot if isinstance(slot, Scales) else None
+
+    @property
+    def _is_probed(self) -> bool:
+        """Whether a probe may read the layers' inputs, which kernels would not store."""
+        return any(not isinstance(slot, Scales) for slot in (self.slots or {}).values())
 
     def _key(self, name: str) -> jax.Array | None:
         return None if self.keys is None else self.keys[list(self.policies).index(name)]

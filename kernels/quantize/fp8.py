@@ -155,7 +155,7 @@ def _call(
         **constants_of(sides, r, c, maxima),
     )
     pairs = ((row_words, row_dtype), (column_words, column_dtype))
-    results = [_in_fp8(words, dtype) for words, dtype in pairs if dtype is not None]
+    results = [in_fp8(words, dtype) for words, dtype in pairs if dtype is not None]
     if maxima:
         found = jnp.max(tiles, axis=(1, 2))
         results.append(lax.pmax(found, sharding) if sharding else found)
@@ -183,7 +183,8 @@ def constants_of(sides: Sides, r: int, c: int, maxima: bool = False) -> dict[str
     }
 
 
-def _in_fp8(words: jax.Array, dtype: str) -> jax.Array:
+def in_fp8(words: jax.Array, dtype: str) -> jax.Array:
+    """Returns the elements in int32 words."""
     elements = lax.bitcast_convert_type(words, jnp.dtype(dtype))
     return elements.reshape(*words.shape[:-1], -1)
 
@@ -210,6 +211,29 @@ def cast_kernel(
     v = tl.program_id(2).to(tl.int64)
     first = v * R + r0
     xs = column_groups(x + first * C + c0, R - r0, C - c0, C, GROUP, GROUPS, BLOCK_C, EXACT)
+    factors, out, place = (row_factor, column_factor), (row_words, column_words, maxima), (v, r0, c0)
+    cast_tile(xs, factors, out, place, R, C, C, BLOCK_R, BLOCK_C, GROUP, EXACT, ROW_E5M2, COLUMN_E5M2, MAXIMA)
+
+
+@triton.jit
+def cast_tile(
+    xs, factors, out, place, R, C: tl.constexpr, c_end, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr, EXACT: tl.constexpr, ROW_E5M2: tl.constexpr, COLUMN_E5M2: tl.constexpr,
+    MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """Casts the tile at a place (matrix, row, column) of a tensor [V, R, C].
+
+    Args:
+      xs: the tile, as `column_groups` returns it.
+      factors, out: pointers to the factors of rows and columns, and to the words of both and the maxima.
+      c_end: the column at which the tiles end.
+      Others: see `cast_kernel`.
+    """
+    GROUPS: tl.constexpr = BLOCK_R // GROUP
+    row_factor, column_factor = factors
+    row_words, column_words, maxima = out
+    v, r0, c0 = place
+    first, columns = v * R + r0, c_end - c0
     if MAXIMA:
         wide = ()
         for i in tl.static_range(GROUP):
@@ -228,14 +252,14 @@ def cast_kernel(
         word = tl.reshape(tl.permute(word, [0, 2, 1]), [BLOCK_R // 4, BLOCK_C])
         at, column = tl.arange(0, BLOCK_R // 4)[:, None], tl.arange(0, BLOCK_C)[None, :]
         pointers = column_words + (v * C + c0) * (R // 4) + r0 // 4 + (column.to(tl.int64) * (R // 4) + at)
-        store_inside(pointers, word, (at < (R - r0) // 4) & (column < C - c0), EXACT)
+        store_inside(pointers, word, (at < (R - r0) // 4) & (column < columns), EXACT)
     if ROW_E5M2 is not None:
         factor = tl.load(row_factor + v)
         row, at = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, BLOCK_C // 4)[None, :]
         for i in tl.static_range(GROUP):
             word = _row_words(widen(xs[i]) * factor, GROUPS, BLOCK_C, ROW_E5M2)
             pointers = row_words + (first + i) * (C // 4) + c0 // 4 + (row * (C // 4) + at)
-            store_inside(pointers, word, (row + i < R - r0) & (at < (C - c0) // 4), EXACT)
+            store_inside(pointers, word, (row + i < R - r0) & (at < columns // 4), EXACT)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class KernelOperand:
     scales: UInt8[Array, "*batch n blocks"] | None
     prescale: float | None = None
     tensor_scale: Float32[Array, "..."] | None = None
-    amax: Float32[Array, ""] | None = None
+    amax: Float32[Array, "..."] | None = None
 
     @property
     def packed(self) -> tuple[UInt8[Array, "*batch n bytes"], UInt8[Array, "*batch n blocks"]]:
