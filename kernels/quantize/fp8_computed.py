@@ -137,7 +137,7 @@ def _call(sides: Sides, kind: ComputedKind, *arguments: Any) -> list[jax.Array]:
     along, down, _ = grid_of(v, r, c)
     grid = (parts * along, down, v)
     rows, columns, tiles = triton_call(
-        _KERNELS[kind],
+        KERNELS[kind],
         *arrays,
         out=[
             jax.ShapeDtypeStruct((v, r, parts * c // 4), jnp.int32),
@@ -273,8 +273,9 @@ def _logistic(x):
     return 1 / (1 + tl.exp(-x))
 
 
-_KERNELS = {
+KERNELS = {
     "normed": cast_normed_kernel,
     "gated": cast_gated_kernel,
     "gradient": cast_gated_gradient_kernel,
 }
+"""The kernel of each kind of `Computed`."""

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.kernels.cases.quantize import cast_computed_build
 from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
+from mxjax.kernels.selftest.kernels import run_build
 from mxjax.numerics.delayed import Scales
 from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed, rms_norm, swiglu
@@ -65,6 +67,11 @@ def test_it_casts_what_xla_computes(on_hopper, kind, shape):
             w.elements, jnp.uint8
         )
         assert jnp.mean(same) > 0.998
+
+
+@pytest.mark.parametrize("kind", ["normed", "gated", "gradient"])
+def test_builds_name_what_the_kernels_write(on_hopper, kind):
+    assert run_build(cast_computed_build(kind, (208, 144))) == {}
 
 
 def test_each_mapped_call_has_its_own_scale(on_hopper):
