@@ -188,7 +188,7 @@ def cast_outputs(
 
 
 def cast_computed_inputs(*, kind: str, shape: list[int], largest: list[float], **_: object) -> Arrays:
-    """Draws as `normed_inputs` or `gated_inputs`, with one power of two for a product, and each side's factor."""
+    """Draws as `normed_inputs` or `gated_inputs`, with one power of two for a product, and the scales."""
     if kind == "normed":
         arrays = normed_inputs(shape=shape)
     else:

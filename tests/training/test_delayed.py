@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_to_the_same_bits(text, tmp_path):
         "bf16; fp8_delayed from 2; fp8 from 6",
         "--accumulate",
         "2",
-        "--checkpoint-every",
+        "--eval-every",
         "2",
     )
     run(text, tmp_path / "whole", *flags)
