@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Num
 
 import mxjax
 
@@ -28,7 +28,7 @@ class Order(NamedTuple):
     sizes: Int32[Array, " E"]
     used: None = None
 
-    def spread(self, x_TD: Float[Array, "T D"]) -> Float[Array, "A D"]:
+    def spread(self, x_TD: Num[Array, "T D"]) -> Num[Array, "A D"]:
         """Returns the rows of the assignments."""
         active = len(self.forward) // len(x_TD)
         return permute(jnp.repeat(x_TD, active, axis=0), self.forward, self.inverse)
@@ -55,8 +55,8 @@ def sort_by_expert(experts_TK: Int32[Array, "T K"], n: int) -> Order:
 
 @jax.custom_vjp
 def permute(
-    x: Float[Array, "A D"], forward: Int32[Array, " A"], inverse: Int32[Array, " A"]
-) -> Float[Array, "A D"]:
+    x: Num[Array, "A D"], forward: Int32[Array, " A"], inverse: Int32[Array, " A"]
+) -> Num[Array, "A D"]:
     """Returns x[forward]. Its gradient is a lookup too; XLA's would be a sum by atomic operations."""
     return x[forward]
 

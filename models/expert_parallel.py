@@ -6,7 +6,7 @@ unit, and each device has a run of whole units. So blocks, random bits and loads
 
 A row travels at most twice, by `jax.lax.ragged_all_to_all` on GPUs. Elsewhere, by an all-to-all of buffers
 that hold any distribution. Arrays of rows have the capacity for the worst one, in which all tokens choose the
-experts of one device: `capacity`.
+experts of one device: `capacity`. On the way to their experts tokens may be packed (`models.expert_traffic`).
 
 Shapes in names as in `models.experts`; P devices that share batches, G experts of a device, C rows of one.
 """
@@ -20,10 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num, UInt8
 
 from models.expert_order import Order, sort_by_expert
+from models.expert_traffic import Traffic, pack_rows, unpack_rows
 from models.sharding import RULES, mesh_sizes
+from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import PER_COUNTER
 from mxjax.policy import Policy
 from mxjax.products.expert_groups import Grid, Groups
@@ -162,12 +164,14 @@ class Exchange(NamedTuple):
       order: the order of each device's own assignments.
       runs: what travels.
       placement: where rows are.
+      packing: how tokens that travel to experts are packed, or None.
     """
 
     shape: Shape
     order: Order
     runs: Runs
     placement: Placement
+    packing: Operand | None = None
 
     @property
     def experts(self) -> Int32[Array, " PC"]:
@@ -181,11 +185,15 @@ class Exchange(NamedTuple):
 
     def spread(self, x_TD: Float[Array, "T D"]) -> Float[Array, "PC D"]:
         """Returns the rows, which have travelled to their experts' devices; zeros without tokens."""
+        packed_TW = None if self.packing is None else pack_rows(lax.stop_gradient(x_TD), self.packing)
 
-        def of_device(x_TD, order, runs):
-            return travel(self.shape, self.shape.capacity, order.spread(x_TD), runs)
+        def of_device(x_TD, packed_TW, order, runs):
+            x_AD = order.spread(x_TD)
+            if packed_TW is None:
+                return travel(self.shape, self.shape.capacity, x_AD, runs)
+            return travel_packed(self.shape, x_AD, order.spread(packed_TW), runs)
 
-        return _by_device(of_device, (x_TD, self.order), self.runs)
+        return _by_device(of_device, (x_TD, packed_TW, self.order), self.runs)
 
     def collect(self, y: Float[Array, "PC D"], active: int) -> Float[Array, "T K D"]:
         """Returns the rows of each token's experts, which have travelled back."""
@@ -203,12 +211,15 @@ class Exchange(NamedTuple):
         return ragged_dot_on_mesh(x, w, groups, grid, policy=policy, **options)
 
 
-def exchange_on_mesh(experts_TK: Int32[Array, "T K"], n: int, policies: Sequence[Policy]) -> Exchange | None:
+def exchange_on_mesh(
+    experts_TK: Int32[Array, "T K"], n: int, policies: Sequence[Policy], traffic: Traffic | None = None
+) -> Exchange | None:
     """Returns how the tokens of all devices reach their experts; None unless the mesh shards experts.
 
     Args:
       n: E, the number of experts.
-      policies: those of the experts' layers.
+      policies: those of the experts' layers, the first of which reads the tokens.
+      traffic: "fp4" packs tokens as that layer's Fprop quantizes them.
     """
     sizes = mesh_sizes()
     if sizes[EXPERT] == 1:
@@ -224,7 +235,8 @@ def exchange_on_mesh(experts_TK: Int32[Array, "T K"], n: int, policies: Sequence
 
     own, same = cast(Any, _ROWS), cast(Any, PartitionSpec())
     kinds = own, same, Placement(own, own, own, own, same)
-    return Exchange(shape, *_by_device(of_device, (experts_TK,), (), kinds))
+    packing = None if traffic is None else policies[0].fprop.lhs
+    return Exchange(shape, *_by_device(of_device, (experts_TK,), (), kinds), packing=packing)
 
 
 def _by_device(run: Callable[..., Any], sharded: tuple[Any, ...], same: Any, out_specs: Any = _ROWS) -> Any:
@@ -237,7 +249,7 @@ def _by_device(run: Callable[..., Any], sharded: tuple[Any, ...], same: Any, out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def travel(shape: Shape, length: int, x: Float[Array, "m D"], runs: Runs) -> Float[Array, "n D"]:
+def travel(shape: Shape, length: int, x: Num[Array, "m D"], runs: Runs) -> Num[Array, "n D"]:
     """Returns the `length` rows that arrive at this device, inside `jax.shard_map`; zeros where none does.
 
     The gradient travels back.
@@ -257,6 +269,25 @@ def _travel_bwd(shape: Shape, length: int, residuals, dy):
 
 
 travel.defvjp(_travel_fwd, _travel_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def travel_packed(
+    shape: Shape, x: Float[Array, "m D"], packed: UInt8[Array, "m W"], runs: Runs
+) -> Float[Array, "n D"]:
+    """Returns `travel` of x from its packed rows. The gradient, which is x's, travels back whole."""
+    return unpack_rows(travel(shape, shape.capacity, packed, runs), x.shape[1], x.dtype)
+
+
+def _travel_packed_fwd(shape: Shape, x, packed, runs: Runs):
+    return travel_packed(shape, x, packed, runs), (x.shape[0], runs)
+
+
+def _travel_packed_bwd(shape: Shape, residuals, dy):
+    return _travel_bwd(shape, shape.capacity, residuals, dy)[0], None, None
+
+
+travel_packed.defvjp(_travel_packed_fwd, _travel_packed_bwd)
 
 
 def _ragged(shape: Shape, length: int, x: jax.Array, sent: Runs, received: Runs) -> jax.Array:

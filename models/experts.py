@@ -9,6 +9,7 @@ Shapes in names as in `models.decoder`; T tokens, E experts, K active ones, A = 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +79,7 @@ class Experts(nnx.Module):
         balance = None if self.balance_bias is None else self.balance_bias[...]
         experts_TK, gates_TK, gemms.routing = route(self.config, logits_TE, balance)
         policies = gemms.policies["mlp.gate_up"], gemms.policies["mlp.down"]
-        order = exchange_on_mesh(experts_TK, self.config.n, policies)
+        order = exchange_on_mesh(experts_TK, self.config.n, policies, gemms.traffic)
         order = sort_by_expert(experts_TK, self.config.n) if order is None else order
         y_TKD = order.collect(self._mlp(order.spread(x_TD), down, order, gemms), self.config.active)
         y_TD = jnp.sum(gates_TK[..., None] * y_TKD.astype(jnp.float32), axis=1)
@@ -160,8 +161,10 @@ def check_policies(
             check_on_mesh(policy, implementation)
         return mxjax.ragged_dot(x, w, size, policy=policy, key=key, implementation=implementation)
 
-    layers = policies.items() if config.experts else []
-    for policy, name in {p: name for name, p in layers if name.endswith(("mlp.gate_up", "mlp.down"))}.items():
+    layers = dict(policies.items())
+    routed = [name.removesuffix("router") for name in layers if name.endswith("mlp.router")]
+    names = [block + layer for block in routed for layer in ("gate_up", "down")]
+    for policy, name in {layers[name]: name for name in names}.items():
         try:
             jax.eval_shape(functools.partial(product, policy), x, w, size)
         except NotImplementedError as error:
@@ -186,13 +189,13 @@ def summary(config: ExpertsConfig, routing: Routing) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in values.items()}
 
 
-def routing_by_layer(routing: Routing) -> dict[str, dict[str, Any]]:
-    """Returns nested dicts of numbers, keyed by router: "blocks.0.mlp.router" and so on."""
-    load_LE, *means = (np.asarray(part).tolist() for part in routing)
+def routing_by_layer(routing: Routing, blocks: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Returns nested dicts of numbers, keyed by the router of each of `blocks`: "blocks.0.mlp.router"."""
+    loads, *means = (np.asarray(part).tolist() for part in routing)
     return {
         f"blocks.{i}.mlp.router": dict(zip(Routing._fields[1:], values, strict=True))
-        | {"load": {str(expert): value for expert, value in enumerate(load_LE[i])}}
-        for i, values in enumerate(zip(*means, strict=True))
+        | {"load": {str(expert): value for expert, value in enumerate(load)}}
+        for i, load, *values in zip(blocks, loads, *means, strict=True)
     }
 
 

@@ -19,6 +19,7 @@ from models.context import cut, join
 from models.documents import visible_keys
 from models.expert_order import Order
 from models.expert_parallel import Exchange
+from models.expert_traffic import Traffic
 from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.numerics.delayed import Scales
@@ -49,6 +50,8 @@ AXES = {
     "mlp.router": ("embed", "norm"),
     "mlp.shared_gate_up": ("embed", "mlp"),
     "mlp.shared_down": ("mlp", "embed"),
+    "dense_mlp.gate_up": ("embed", "mlp"),
+    "dense_mlp.down": ("mlp", "embed"),
 }
 """The logical axes of the weights, or of an expert's; see `models.sharding`."""
 Slot = Measures | Tensors | Amax | Scales
@@ -82,7 +85,8 @@ def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
 class BlockGemms:
     """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer.
 
-    `keys` [policies] are from `block_keys`. `parts` are the rows of a sequence, see `models.context`.
+    `keys` [policies] are from `block_keys`. `parts` are the rows of a sequence, see `models.context`, and
+    `traffic` is how tokens travel to experts, see `models.expert_traffic`.
     `routing` is set by the block's experts, if it has any.
     """
 
@@ -95,12 +99,14 @@ class BlockGemms:
         implementation: Implementation | None = None,
         slots: Mapping[str, Slot] | None = None,
         parts: int = 1,
+        traffic: Traffic | None = None,
     ):
         self.policies = policies
         self.keys = keys
         self.implementation: Implementation | None = implementation
         self.slots = slots
         self.parts = parts
+        self.traffic: Traffic | None = traffic
 
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""

@@ -27,9 +27,9 @@ from mxjax.policy import Policy
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, by_flag
 from training.files import absolute_path
-from training.flag_names import suggestion
+from training.flags.names import suggestion
+from training.flags.ranges import COUNT
 from training.process.start import output_errors, program_name
-from training.ranges import COUNT
 
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "
@@ -265,7 +265,8 @@ def parse(argv: list[str] | None = None) -> Config:
         known, _ = first.parse_known_args(argv)
         if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
             # The devices may be others than those at the beginning.
-            default = dataclasses.replace(begun, stop_after=None, mesh=None, devices=None, distributed=False)
+            own: dict[str, Any] = {"mesh": None, "devices": None, "distributed": False}
+            default = dataclasses.replace(begun, stop_after=None, expert_traffic=None, **own)
         elif known.branch and not known.resume:
             default = _branch_of(known.branch, known.decay)
         elif known.preset in PRESETS and known.batch_size > 0:

@@ -15,16 +15,17 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from models.expert_traffic import Traffic
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
 from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
+from training.flags.policy_source import label, load_policy
+from training.flags.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 from training.optimizer.config import RANGES as OPTIMIZER_RANGES
 from training.optimizer.config import OptimizerConfig, check_effect, check_logged
-from training.policy_source import label, load_policy
-from training.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
     dict(OPTIMIZER_RANGES)
@@ -174,7 +175,7 @@ def parse_rules(layers: Iterable[str]) -> list[tuple[str, Policy]]:
     """Returns exceptions by layer, each PATTERN=POLICY, as (pattern, policy).
 
     Raises:
-      ValueError: malformed text, or see `training.policy_source.load_policy`.
+      ValueError: malformed text, or see `training.flags.policy_source.load_policy`.
     """
     rules: list[tuple[str, Policy]] = []
     for rule in layers:
@@ -257,6 +258,10 @@ class Config:
     """Train together with other processes that have the same flags and --out. JAX finds the processes of a
     Slurm, Open MPI or Kubernetes job; elsewhere set JAX_COORDINATOR_ADDRESS (HOST:PORT of the first process),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0)."""
+    expert_traffic: Traffic | None = None
+    """fp4: pack tokens that travel along the mesh axis expert as MXFP4, 4.25 instead of 16 bits an element,
+    with the same results; for policies whose Fprop quantizes them so and whose Wgrad reads these values.
+    Default: whole tokens."""
     remat: Remat = "none"
     """Recomputation of a block in the backward pass, to save memory. none: keep everything; dots: keep the
     results of matrix products and attention; fp4: keep packed MXFP4 operands; full: keep only the input."""
@@ -274,8 +279,8 @@ class Config:
     resume: bool = False
     """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
     plan: bool = False
-    """Print the memory of a step, whether it fits, and else what to change; train and write nothing. --mesh
-    may have more devices than there are."""
+    """Print the memory of a step, which GPUs it fits, whether it fits here, and else what to change; train
+    and write nothing. --mesh may have more devices than there are."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100

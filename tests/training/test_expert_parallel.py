@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from support.llamas import layer_policies
 
+import mxjax
 from models import decoder, expert_parallel
 from models.configs import get_config
 from models.expert_parallel import place, shape_of
+from models.expert_traffic import check_traffic, pack_rows, row_bytes, traffic_text, unpack_rows
 from models.experts import check_policies
 from training.sharding import check_batch, check_shards, parse_mesh
 
@@ -76,13 +78,14 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
             assert placement.sizes.sum() >= placement.used.sum()
 
 
-def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch):
-    """Of one block, and its gradient; they are in bfloat16, and of no more rows than there are."""
+@pytest.mark.parametrize(("traffic", "there"), [(None, "bf16[{},128]"), ("fp4", "u8[{},68]")])
+def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch, traffic, there):
+    """Of one block, and its gradient; only packed tokens are not in bfloat16."""
     monkeypatch.setattr(expert_parallel, "on_gpu", lambda: True)
     model = dataclasses.replace(get_config("moe-tiny"), n_layers=1)
     sizes = parse_mesh("expert=2,data=2,tensor=2", 8)
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
-    options = {"policies": layer_policies(model, "wgrad"), "remat": "none"}
+    options = {"policies": layer_policies(model, "tetrajet"), "key": jax.random.key(0), "traffic": traffic}
 
     def loss(params, batch):
         return decoder.mean_loss(model, params, batch, **options)
@@ -92,13 +95,14 @@ def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch):
         text = str(jax.make_jaxpr(jax.grad(loss))(decoder.abstract_params(model), batch))
     shapes = re.findall(r":(\w+\[[\d,]+\]) = ragged_all_to_all", text)
     capacity = shape_of(sizes, 128, 2, 8, 32).capacity
-    assert sorted(shapes) == sorted([f"bf16[{capacity},128]", "bf16[64,128]"] * 2)
+    whole = f"bf16[{capacity},128]"
+    assert sorted(shapes) == sorted([there.format(capacity), "bf16[64,128]", whole, "bf16[64,128]"])
 
 
-def errors(*cases) -> list[dict]:
+def program(*arguments) -> list[dict]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "tests/support/contexts.py", "losses", *cases]
+    command = [sys.executable, "tests/support/contexts.py", *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -119,11 +123,74 @@ def errors(*cases) -> list[dict]:
 )
 def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
     """Of a model with biases; random bits are the same too."""
-    found = errors(*cases)
+    found = program("losses", *cases)
     assert [record["case"] for record in found] == cases
     for record in found:
         assert record["loss"] < loss, record
         assert record["gradients"] < gradients, record
+
+
+@pytest.mark.slow
+def test_packed_tokens_give_the_bits_of_whole_ones():
+    """Of Fprop, Dgrad and a Wgrad that reads what arrives, from rows as the Fprop quantizes them."""
+    for record in program(
+        "traffic", "tetrajet:expert=2,data=2,fsdp=2", "lumen_dequantized:expert=4,tensor=2"
+    ):
+        assert record["same"] == [True] * 4, record
+        assert not record["whole"], record
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "uos", "rceil", "ceil"])
+def test_packed_rows_are_the_values_of_the_fprop_and_stay_so(rule):
+    """Blocks have every largest magnitude in a binade, and NaN or zeros; the last one is short."""
+    operand = mxjax.Operand(scale_rule=rule)
+    largest = np.linspace(1, 2, 129, dtype=np.float32)[:, None]
+    x = largest * np.random.default_rng(0).uniform(-1, 1, (129, 80)).astype(np.float32)
+    x[:, ::32] = largest
+    x[0, 40], x[1] = np.nan, 0
+    x = jnp.asarray(x * 2.0 ** np.arange(-64, 65, dtype=np.float32)[:, None], jnp.bfloat16)
+    expected = mxjax.dequantize(mxjax.quantize(x, operand))
+    packed = pack_rows(x, operand)
+    assert (packed.shape, packed.dtype) == ((129, row_bytes(80)), jnp.uint8)
+    assert row_bytes(64) * 8 == 64 * 4.25
+    found = unpack_rows(packed, 80, jnp.bfloat16)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected)
+    np.testing.assert_array_equal(mxjax.dequantize(mxjax.quantize(found, operand)), expected)
+    assert not unpack_rows(jnp.zeros_like(packed), 80, jnp.bfloat16).any()
+
+
+@pytest.mark.parametrize(
+    ("policy", "owners", "message"),
+    [
+        ("tetrajet", 1, "travel along the mesh axis expert; add --mesh expert=N"),
+        ("fprop_dgrad", 2, "blocks.0.mlp.gate_up .* Wgrad reads fp8_e4m3 of the tokens"),
+        ("fp8", 2, "blocks.0.mlp.gate_up .* reads fp8_e4m3; take another policy, such as tetrajet"),
+        ("full_hadamard", 2, r"without rotation or prescale, and reads mxfp4:floor \(H16\)"),
+        ("full_sr", 2, "reads mxfp4:floor:sr"),
+        ("primus_turbo", 2, "Wgrad reads mxfp4:even of the tokens .* by --set wgrad.lhs.source=dequantized"),
+    ],
+)
+def test_packed_tokens_are_refused_where_they_would_change_results(policy, owners, message):
+    model = get_config("moe-tiny")
+    check_traffic(None, layer_policies(model, policy), owners)
+    with pytest.raises(ValueError, match=message):
+        check_traffic("fp4", layer_policies(model, policy), owners)
+
+
+def test_what_is_advised_is_taken():
+    primus = mxjax.set_fields(mxjax.get_policy("primus_turbo"), ["wgrad.lhs.source=dequantized"])
+    for policy in (primus, "tetrajet", "lumen_dequantized"):
+        check_traffic("fp4", layer_policies(get_config("moe-tiny"), policy), 2)
+
+
+def test_the_bytes_that_travel_are_counted():
+    """Of 4 blocks and 512 tokens with two experts each, of which a device has half and sends half away."""
+    model, sizes = get_config("moe-tiny"), parse_mesh("expert=2", 2)
+    [whole] = traffic_text(model, sizes, 512, None)
+    assert "sends others 262,144 bytes of tokens and 262,144 of results" in whole
+    [packed] = traffic_text(model, sizes, 512, "fp4")
+    assert "sends others 69,632 bytes of tokens in MXFP4, not 262,144, and 262,144 of results" in packed
+    assert not traffic_text(model, parse_mesh("data=2", 2), 512, None)
 
 
 def test_what_cannot_be_shared_is_refused():

@@ -11,12 +11,13 @@ import numpy as np
 
 from models.config_file import context_length
 from models.configs import DecoderConfig
+from models.expert_traffic import traffic_text
 from mxjax.products.implementations import choose_implementation
 from training.config import Config
-from training.deoscillation import parse_deoscillation
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
+from training.optimizer.deoscillation import parse_deoscillation
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase
 from training.plan import Plan
@@ -48,6 +49,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             f"run {folder} on {mesh_text(plan.mesh)} {jax.devices()[0].device_kind}, "
             f"implementation {choose_implementation(config.precision.implementation)}",
             memory_text(memory, config.remat),
+            *traffic_text(model, plan.mesh.shape, config.data.tokens_a_step, config.expert_traffic),
             *late_flags(config),
             *low_learning_rate(config),
             *long_sequences(config),

@@ -39,6 +39,7 @@ _MAY_CHANGE = {
     "mesh",
     "devices",
     "distributed",
+    "expert_traffic",
     *(field.name for field in dataclasses.fields(ObserveConfig)),
     "on_nonfinite",
     "spike_factor",
@@ -79,11 +80,12 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
     assert begun is not None
     changes: dict[str, Any] = {}
     if decay is not None:
-        optimizer = dataclasses.replace(begun.optimizer, schedule="wsd", decay=None)
+        optimizer = dataclasses.replace(begun.optimizer, schedule="wsd", decay=decay)
         changes = {"optimizer": optimizer, "steps": step + decay}
     observe = dataclasses.replace(begun.observe, profile=None)
     changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}
-    return dataclasses.replace(begun, **changes, mesh=None, devices=None, distributed=False)
+    changes |= {"mesh": None, "devices": None, "distributed": False, "expert_traffic": None}
+    return dataclasses.replace(begun, **changes)
 
 
 def begun_run(folder: pathlib.Path) -> Config | None:

@@ -20,10 +20,12 @@ from models import decoder
 from models.config_file import load_config
 from models.configs import DecoderConfig, get_config, to_dict
 from models.context import sequence_parts
+from models.expert_traffic import check_traffic
 from models.experts import check_policies
 from models.huggingface.files import small_files
 from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
+from mxjax.runtime.checkout import commit
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
@@ -220,6 +222,7 @@ def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Pha
         check_implementations(phase.layers.policies, config.precision.implementation)
         check_delayed(model, phase.layers)
         check_policies(model, phase.layers, config.precision.implementation, owners)
+        check_traffic(config.expert_traffic, phase.layers, owners)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)
     check_optimizer(config.precision.deoscillate, [phase.layers for phase in phases])
     check_no_decay(config.optimizer, model)
@@ -305,7 +308,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "tokenizer": plan.tokenizer,
         **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
-        "environment": facts(),
+        "environment": facts() | ({} if (code := commit()) is None else {"commit": code}),
         "mesh": dict(plan.mesh.shape),
     }
 
