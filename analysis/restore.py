@@ -18,6 +18,7 @@ from models.experts import check_policies
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
+from training.delayed import without_histories
 from training.files import make_absolute
 from training.log.metrics import best_step
 from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
@@ -82,6 +83,7 @@ def restore(arguments: RunArguments) -> Restored:
     config, model, documents = from_json(saved["config"]), model_of(saved), documents_of_run(saved)
     implementation = arguments.implementation or config.precision.implementation
     phases = choose_phases(arguments, saved, config, model)
+    phases = tuple(phase._replace(layers=without_histories(phase.layers)) for phase in phases)
     if (line := left_out(arguments, config)) is not None:
         print(f"{program_name()}: {line}", file=sys.stderr)
     for phase in phases:

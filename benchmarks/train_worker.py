@@ -31,6 +31,7 @@ from mxjax.runtime.tables import table
 from training import sharding as parameter_sharding
 from training.config import DataConfig, OptimizerConfig, parse_rules
 from training.data.load import load_data
+from training.delayed import is_delayed, scales_of, with_histories
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 from training.process.environment import facts
@@ -203,6 +204,7 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
     config = OptimizerConfig(lr=rate, warmup_steps=warmup)
     optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
     policies = decoder.layer_policies(model, get_policy(job.subject), parse_rules(job.layers))
+    optimizer = with_histories(optimizer, model, [policies], policies)
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)
@@ -212,7 +214,12 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
     loss = functools.partial(_loss, model, options)
     told = compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(
-        loss, optimizer, shardings=shardings, compiler_options=told, keeps_finite=keeps_finite(config)
+        loss,
+        optimizer,
+        shardings=shardings,
+        compiler_options=told,
+        keeps_finite=keeps_finite(config),
+        scales_of=functools.partial(scales_of, model=model) if is_delayed(policies) else None,
     )
     batch = global_batch(mesh, batches(job, model.vocab_size)[0])
     start = time.perf_counter()
@@ -224,8 +231,8 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
     return ScheduledStep(compiled, schedule), state, seconds
 
 
-def _loss(model, options, params, batch, key):
-    return decoder.mean_loss(model, params, batch, key=key, **options)
+def _loss(model, options, params, batch, key, scales=None):
+    return decoder.mean_loss(model, params, batch, key=key, slots=scales, **options)
 
 
 def gemm_rates() -> dict[str, float]:

@@ -56,17 +56,20 @@ def partitioned(
     sizes: Mapping[str, int],
     whole: Sequence[str],
     summed: str | None = None,
+    reduced: Sequence[str] = (),
 ) -> Callable[..., list[jax.Array]]:
     """Returns `run`, partitioned on meshes: each device computes shards of the results from shards.
 
     Args:
-      run: a function of the arguments or their shards. With `summed`, it also takes the names of the mesh
-        axes that shard that factor, and must sum over them.
+      run: a function of the arguments or their shards. With `summed` or `reduced`, it also takes the names
+        of the mesh axes that shard those factors, and must sum or reduce over them.
       rule: Shardy's rule; every axis of an argument or result is one factor or a compound.
       sizes: sizes of the factors in compounds, except those that are a whole axis elsewhere.
       whole: the factors that are never sharded.
       summed: a factor of the arguments that the results lack.
+      reduced: factors of the arguments that one of the results lacks.
     """
+    over = [summed] if summed else list(reduced)
     arguments_rule, results_rule = (_parse(side) for side in rule.split("->"))
 
     def partition(mesh, arguments, results):
@@ -76,12 +79,12 @@ def partitioned(
 
         def on_part(*parts):
             with use_abstract_mesh(AbstractMesh((), ())):  # the shard is a whole tensor to its device
-                return run(*parts, cuts.get(summed, ())) if summed else run(*parts)
+                return run(*parts, tuple(n for f in over for n in cuts.get(f, ()))) if over else run(*parts)
 
         return mesh, on_part, jax.tree.unflatten(jax.tree.structure(results), of_results), tuple(of_arguments)
 
     def on_all(*arguments):
-        return run(*arguments, ()) if summed else run(*arguments)
+        return run(*arguments, ()) if over else run(*arguments)
 
     function = custom_partitioning(on_all)
     factors = dict.fromkeys(re.findall(r"\w+", rule))

@@ -29,7 +29,7 @@ from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
 from models.expert_traffic import Traffic
 from models.experts import Routing, auxiliary_loss
-from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
+from models.gemms import BlockGemms, Slot, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
 from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
 from models.stacks import block_graph, part, slice_stack, stacked_blocks
@@ -39,7 +39,6 @@ from mxjax.products.implementations import Implementation, quantizes_by_xla
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
-from mxjax.stats.layers import Amax, Measures, Tensors
 
 PARAMETER_AXES = gemms.WEIGHT_AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
@@ -98,7 +97,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.bfloat16,
         remat: Remat = "none",
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
+        slots: Mapping[str, Slot] | None = None,
         unroll: int | None = None,
         documents: Documents | None = None,
         traffic: Traffic | None = None,
@@ -114,7 +113,7 @@ class Decoder(nnx.Module):
           remat: what each block keeps for its backward pass; see `mxjax.runtime.remat`.
           implementation: how the GEMMs run; see `mxjax.dot`.
           slots: arrays whose gradients are the errors of the linear layers' GEMMs, or the tensors that they
-            read; see `mxjax.stats.layers`.
+            read, see `mxjax.stats.layers`; or their `mxjax.numerics.delayed.Scales`.
           unroll: blocks in one iteration of the compiled loop. All blocks run fastest, because residuals are
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.

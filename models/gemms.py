@@ -25,6 +25,7 @@ from models.expert_traffic import Traffic
 from models.lora import Adapted
 from models.ring import ring_attention
 from models.sharding import weight_layout
+from mxjax.numerics.delayed import Scales
 from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy import Policy
 from mxjax.products.fused import fused_mlp, normed_dot
@@ -56,6 +57,8 @@ WEIGHT_AXES = {
     "dense_mlp.down": ("mlp", "embed"),
 }
 """The logical axes of the weights, or of an expert's; see `models.sharding`."""
+Slot = Measures | Tensors | Amax | Scales
+"""An argument of a linear layer whose gradient is what a probe measures, or that of its delayed scales."""
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}
 
 
@@ -97,7 +100,7 @@ class BlockGemms:
         policies: Mapping[str, Policy],
         keys: jax.Array | None,
         implementation: Implementation | None = None,
-        slots: Mapping[str, Measures | Tensors | Amax] | None = None,
+        slots: Mapping[str, Slot] | None = None,
         parts: int = 1,
         traffic: Traffic | None = None,
     ):
@@ -113,6 +116,7 @@ class BlockGemms:
         if isinstance(w, Adapted):
             return self._adapted(name, x if norm is None else rms_norm(x, norm), w, dtype)
         policy, key = self.policies[name], self._key(name)
+        slot, scales = None if self.slots is None else self.slots.get(name), self._scales(name)
         options: dict[str, Any] = {
             "policy": policy,
             "key": key,
@@ -120,14 +124,17 @@ class BlockGemms:
             "layout": weight_layout(WEIGHT_AXES[name]),
         }
         if norm is not None:
-            if self.slots is None:
-                y = normed_dot(x, norm, w, **options)
+            if not self._is_probed:
+                y = normed_dot(x, norm, w, scales=scales, **options)
                 if y is not None:
                     return y
             x = rms_norm(x, norm)
-        y = mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, **options)
-        slot = None if self.slots is None else self.slots.get(name)
-        return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
+        y = mxjax.dot(x, w, preferred_element_type=dtype or x.dtype, scales=scales, **options)
+        return (
+            y
+            if slot is None or scales is not None
+            else probe(policy, self.implementation, y, x, w, key, slot)
+        )
 
     def _adapted(self, name: str, x, w: Adapted, dtype: Any) -> Array:
         """Returns `dot` of x and weights with an adapter."""
@@ -154,7 +161,7 @@ class BlockGemms:
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""
-        if self.slots is None and not isinstance(gate_up, Adapted):
+        if not self._is_probed and not isinstance(gate_up, Adapted):
             y = fused_mlp(
                 x,
                 (gate_up, down),
@@ -163,6 +170,7 @@ class BlockGemms:
                 implementation=self.implementation,
                 layouts=[weight_layout(WEIGHT_AXES[name]) for name in names],
                 norm=norm,
+                scales=[self._scales(name) for name in names],
             )
             if y is not None:
                 return y
@@ -185,6 +193,15 @@ class BlockGemms:
     def attend(self, q_BSNH, k_BSGH, v_BSGH, first_key_BS=None, sinks_N=None) -> Float[Array, "B S N H"]:
         """Returns causal attention; see `models.attention.causal_attention`."""
         return attend(q_BSNH, k_BSGH, v_BSGH, self, None, first_key_BS, sinks_N)
+
+    def _scales(self, name: str) -> Scales | None:
+        slot = None if self.slots is None else self.slots.get(name)
+        return slot if isinstance(slot, Scales) else None
+
+    @property
+    def _is_probed(self) -> bool:
+        """Whether a probe may read the layers' inputs, which kernels would not store."""
+        return any(not isinstance(slot, Scales) for slot in (self.slots or {}).values())
 
     def _key(self, name: str) -> jax.Array | None:
         return None if self.keys is None else self.keys[list(self.policies).index(name)]

@@ -53,6 +53,7 @@ from mxjax.policy.layers import LayerPolicies
 from training.calibration import largest_inputs
 from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
+from training.delayed import without_histories
 from training.files import HUGGINGFACE, absolute_path
 from training.flags.ranges import Range, check_ranges
 from training.log.metrics import best_step
@@ -224,7 +225,7 @@ def export_checkpoint(
         if quantize is not None:
             dtype = "bfloat16"
             phases = from_record(saved)
-            layers = phase_at(phases, at).layers if phases else None
+            layers = without_histories(phase_at(phases, at).layers) if phases else None
             packing = _pack(config, layers, quantize, scale_rule)
             if calibrate is not None:
                 inputs = largest_inputs(run, saved, config, params, layers, calibrate)

@@ -108,6 +108,7 @@ def make_train_step(
     shardings: TrainState | None = None,
     compiler_options: dict[str, Any] | None = None,
     keeps_finite: Callable[[jax.Array], Bool[Array, ""]] | None = None,
+    scales_of: Callable[[Any], Any] | None = None,
 ):
     """Returns the jitted `step(state, batch, key, learning_rate) -> (state, metrics)`; the state is donated.
 
@@ -128,6 +129,8 @@ def make_train_step(
         finite for certain. Only otherwise, or without it, are the updated state's elements checked, which
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
         then, unless the loss or a gradient depends on the element.
+      scales_of: returns, from the optimizer's state, a fourth argument of the loss. Its gradients, maxima
+        over the parts of a batch, are `amax=` of the optimizer's update; see `training.delayed`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -145,15 +148,18 @@ def make_train_step(
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
         weights = jax.tree.map(lambda w: w.astype(jnp.float32), state.params)  # if they are stored in less
+        scales = None if scales_of is None else scales_of(state.opt_state)
         own = loss if state.frozen is None else lambda params, *rest: loss((params, state.frozen), *rest)
         loss_and_grads = _make_loss_and_grads(own, has_aux, accumulate, shardings)
-        (value, aux), grads = loss_and_grads(weights, batch, key)
+        (value, aux), grads, amax = loss_and_grads(weights, batch, key, scales)
         # Else every pass that reads gradients stacks those of all layers, in kernels of 13,000 instructions.
         grads = jax.lax.optimization_barrier(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm) & state.finite
         keeps = keeps_finite(learning_rate) if keeps_finite and learning_rate is not None else None
         extra = {"learning_rate": learning_rate, "key": key} | ({"aux": aux} if has_aux else {})
+        if scales is not None:
+            finite, extra = finite & all_finite(amax), extra | {"amax": amax}
         update = functools.partial(optimizer.update, **extra)
         kept, finite, largest = _update_if_finite(finite, keeps, state, update, grads)
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest, aux)
@@ -239,33 +245,39 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 def _make_loss_and_grads(loss: Loss, has_aux: bool, accumulate: int, shardings: TrainState | None):
-    """Returns `loss_and_grads(params, batch, key) -> ((value, aux), grads)`, which accumulates over parts.
+    """Returns `loss_and_grads(params, batch, key, scales) -> ((value, aux), grads, amax)`, over parts.
 
-    All three are means over the parts of the batch; aux is None unless the loss has one.
+    The first three are means over the parts of the batch; aux is None unless the loss has one. amax, maxima
+    over the parts, is None without scales.
     """
 
-    def of_part(params, batch, key):
-        found, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, batch, key)
+    def of_part(params, batch, key, scales):
+        arguments, wanted = (params, batch, key), 0
+        if scales is not None:
+            arguments, wanted = (*arguments, scales), (0, 3)
+        found, grads = jax.value_and_grad(loss, wanted, has_aux=has_aux)(*arguments)
+        grads, amax = (grads, None) if scales is None else grads
         value = found if has_aux else (found, None)
         if shardings is not None:
             grads = jax.lax.with_sharding_constraint(grads, shardings.params)
-        return value, grads
+        return value, grads, amax
 
     if accumulate == 1:
         return of_part
 
-    def loss_and_grads(params, batch, key):
+    def loss_and_grads(params, batch, key, scales):
         parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
         parts = constrain(parts, None, "batch", None)
 
         def add(total, part):
             index, sequences = part
-            found = of_part(params, sequences, jax.random.fold_in(key, index))
-            return jax.tree.map(lambda t, f: t + f / accumulate, total, found), None
+            *found, amax = of_part(params, sequences, jax.random.fold_in(key, index), scales)
+            means = jax.tree.map(lambda t, f: t + f / accumulate, total[:2], tuple(found))
+            return (*means, jax.tree.map(jnp.maximum, total[2], amax)), None
 
-        aux = jax.eval_shape(of_part, params, parts[0], key)[0][1] if has_aux else None
+        aux = jax.eval_shape(of_part, params, parts[0], key, scales)[0][1] if has_aux else None
         aux = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
-        zero = (jnp.zeros(()), aux), jax.tree.map(jnp.zeros_like, params)
+        zero = (jnp.zeros(()), aux), *(jax.tree.map(jnp.zeros_like, tree) for tree in (params, scales))
         return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
     return loss_and_grads

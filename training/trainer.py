@@ -26,6 +26,7 @@ from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
 from training.config import Config
+from training.delayed import has_scales, is_delayed, scales_of, with_histories, without_histories
 from training.memory import Memory, step_memory
 from training.optimizer.average import average_of
 from training.optimizer.bfloat16 import as_float32
@@ -153,7 +154,9 @@ class Trainer:
 
     def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
         config = self._plan.config
-        return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
+        deoscillate, model = config.precision.deoscillate, self._plan.model
+        optimizer = optimizer_of(config.optimizer, model, deoscillate, phase.layers)
+        return with_histories(optimizer, model, [each.layers for each in self._plan.phases], phase.layers)
 
 
 def as_stored(params: Params, *, config: Config, size: int) -> Params:
@@ -200,6 +203,7 @@ def make_programs(
         shardings=shardings,
         compiler_options=xla_options,
         keeps_finite=None if config.precision.deoscillate else keeps_finite(config.optimizer),
+        scales_of=functools.partial(scales_of, model=plan.model) if is_delayed(phase.layers) else None,
     )
     return Programs(
         ScheduledStep(train_step, learning_rate(config.optimizer, config.steps)),
@@ -231,10 +235,12 @@ def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
 
 
 def _with_options(plan: Plan, phase: Phase, function: Callable, **options: Any) -> Callable:
-    """Returns `function` of parameters, sequences, a key and slots, in the phase's policies."""
+    """Returns `function` of parameters, sequences, a key and slots, in the phase's policies.
+
+    Without delayed scales among the slots, tensors have their own scales.
+    """
     config = plan.config
     options |= {
-        "policies": phase.layers,
         "remat": config.remat,
         "unroll": config.unroll,
         "implementation": config.precision.implementation,
@@ -242,9 +248,12 @@ def _with_options(plan: Plan, phase: Phase, function: Callable, **options: Any) 
         "traffic": config.expert_traffic,
     }
     whole = as_float32 if config.lora is None else lambda params: lora.attach(*params)
-    return lambda params, batch, key, slots=None: function(
-        plan.model, whole(params), batch, key=key, slots=slots, **options
-    )
+
+    def run(params, batch, key, slots=None):
+        layers = phase.layers if has_scales(slots) else without_histories(phase.layers)
+        return function(plan.model, whole(params), batch, key=key, slots=slots, policies=layers, **options)
+
+    return run
 
 
 def memory_of_run(
@@ -264,7 +273,7 @@ def memory_of_run(
     with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):  # traces one device's share
         return step_memory(
             model,
-            policies,
+            without_histories(policies),  # which keep as many bytes
             shapes.params,
             shapes.opt_state,
             frozen=shapes.frozen,

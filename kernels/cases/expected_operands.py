@@ -139,15 +139,19 @@ def gated_outputs(
         factors = inputs[f"{prefix}row_factors"][..., None] * inputs[f"{prefix}column_factors"][:, None, :]
         return inputs[name].astype(np.float64) * factors
 
-    gate, up = np.split(value("product"), 2, axis=-1)
+    values = _gated_values(value("product"), value("gradient", "gradient_") if of_gradient else None)
+    return _quantized_both(values, rows, columns)
+
+
+def _gated_values(product: np.ndarray, gradient: np.ndarray | None) -> np.ndarray:
+    """Returns SwiGLU's result, or with the gradient of that the product's."""
+    gate, up = np.split(product, 2, axis=-1)
     with np.errstate(over="ignore"):
         logistic = 1 / (1 + np.exp(-gate))
-    values = gate * logistic * up
-    if of_gradient:
-        dh = value("gradient", "gradient_")
-        of_gate = dh * up * logistic * (1 + gate * (1 - logistic))
-        values = np.concatenate([of_gate, dh * gate * logistic], axis=-1)
-    return _quantized_both(values, rows, columns)
+    if gradient is None:
+        return gate * logistic * up
+    of_gate = gradient * up * logistic * (1 + gate * (1 - logistic))
+    return np.concatenate([of_gate, gradient * gate * logistic], axis=-1)
 
 
 def _quantized_both(x: np.ndarray, rows: InputOptions, columns: InputOptions) -> Arrays:
@@ -158,7 +162,7 @@ def _quantized_both(x: np.ndarray, rows: InputOptions, columns: InputOptions) ->
     return outputs
 
 
-def cast_inputs(*, shape: list[int], dtype: str, largest: list[float]) -> Arrays:
+def cast_inputs(*, shape: list[int], dtype: str, largest: list[float], **_: object) -> Arrays:
     """Draws x [1, rows, columns], and each side's factor, which makes `largest` of its largest magnitude."""
     x = np.random.default_rng(0).standard_normal((1, *shape)).astype(dtype)
     amax = np.max(np.abs(x.astype(np.float32)))
@@ -166,14 +170,58 @@ def cast_inputs(*, shape: list[int], dtype: str, largest: list[float]) -> Arrays
     return {"x": x, "row_factor": rows, "column_factor": columns}
 
 
-def cast_outputs(inputs: Arrays, *, largest: list[float], **_: object) -> Arrays:
-    """Computes the FP8 elements of rows, and of columns with the rows of x last."""
+def cast_outputs(
+    inputs: Arrays, *, largest: list[float], tile: list[int] | None = None, **_: object
+) -> Arrays:
+    """Computes the FP8 elements of rows, and of columns with the rows of x last; the maxima of tiles."""
     outputs = {}
     for name, value in zip(("row", "column"), largest, strict=True):
         dtype = ml_dtypes.float8_e4m3fn if value == 448 else ml_dtypes.float8_e5m2
         y = (inputs["x"].astype(np.float32) * inputs[f"{name}_factor"][:, None, None]).astype(dtype)
         outputs[f"{name}_words"] = y if name == "row" else y.swapaxes(-1, -2)
+    if tile is not None:
+        magnitudes, (r, c) = np.abs(inputs["x"].astype(np.float32)), tile
+        starts = [np.arange(0, n, step) for n, step in zip(magnitudes.shape[1:], (r, c), strict=True)]
+        of_rows = np.maximum.reduceat(magnitudes, starts[0], axis=1)
+        outputs["maxima"] = np.maximum.reduceat(of_rows, starts[1], axis=2).view(np.int32)
     return outputs
+
+
+def cast_computed_inputs(*, kind: str, shape: list[int], largest: list[float], **_: object) -> Arrays:
+    """Draws as `normed_inputs` or `gated_inputs`, with one power of two for a product, and the scales."""
+    if kind == "normed":
+        arrays = normed_inputs(shape=shape)
+    else:
+        drawn = gated_inputs(shape=shape, of_gradient=kind == "gradient")
+        arrays = {"product": drawn["product"], "factor": np.array([2], np.float32)}
+        if kind == "gradient":
+            arrays |= {"gradient": drawn["gradient"], "gradient_factor": np.array([2**-7], np.float32)}
+    amax = np.max(np.abs(_computed_values(arrays, kind).astype(np.float32)))
+    rows, columns = (np.array([value], np.float32) / amax for value in largest)
+    return arrays | {"row_factor": rows, "column_factor": columns}
+
+
+def cast_computed_outputs(
+    inputs: Arrays, *, kind: str, largest: list[float], tile: list[int], **_: object
+) -> Arrays:
+    """Computes the FP8 elements of a norm, or of SwiGLU or its gradient, and the maxima of tiles."""
+    values = _computed_values(inputs, kind)
+    parts = np.split(values, 2, axis=-1) if kind == "gradient" else [values]
+    each = [cast_outputs(inputs | {"x": part}, largest=largest, tile=tile) for part in parts]
+    return {
+        name: np.concatenate([outputs[name] for outputs in each], axis=-2 if name == "column_words" else -1)
+        for name in each[0]
+    }
+
+
+def _computed_values(inputs: Arrays, kind: str) -> np.ndarray:
+    """Returns what the kernels cast, in bfloat16."""
+    if kind == "normed":
+        x, factors, scale = (inputs[name].astype(np.float64) for name in ("x", "factors", "scale"))
+        return (x * factors[..., None] * scale[:, None, :]).astype(ml_dtypes.bfloat16)
+    values = {name: inputs[name].astype(np.float64) for name in ("product", "gradient") if name in inputs}
+    gradient = values["gradient"] * inputs["gradient_factor"][0] if kind == "gradient" else None
+    return _gated_values(values["product"] * inputs["factor"][0], gradient).astype(ml_dtypes.bfloat16)
 
 
 def draw_inputs(**_: object) -> Arrays:

@@ -1,5 +1,6 @@
 """The ahead-of-time builds of the quantizer, and of the kernel that draws a policy's random words."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from mxjax.kernels.cases import shapes
 from mxjax.kernels.cases.builds import Argument, Build, Expected
-from mxjax.kernels.quantize import draws, fp8
+from mxjax.kernels.quantize import draws, fp8, fp8_computed
 from mxjax.kernels.quantize.kernel import SCALARS, Form
 from mxjax.kernels.quantize.launches import ComputedKind, Pair, computed_launch_of, launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES
@@ -59,9 +60,13 @@ def builds(target: Target) -> list[Build]:
         ]
     if target.backend == "cuda":
         wanted += [
-            cast_build(shape, dtype)
+            cast_build(shape, dtype, maxima)
             for shape in ((8192, 4096), (208, 144))
             for dtype in ("bfloat16", "float32")
+            for maxima in (False, True)
+        ]
+        wanted += [
+            cast_computed_build(kind, shape) for kind in _COMPUTED for shape in ((4096, 4096), (208, 144))
         ]
     wanted += [_draws(signs) for signs in ((1, 1, 1), (1, 64, 128), (16, 32, 1))]
     return list({build.name: build for build in wanted}.values())
@@ -210,8 +215,11 @@ def _product_arguments(kind: ComputedKind, r: int, c: int) -> dict[str, Argument
     return arguments
 
 
-def cast_build(shape: tuple[int, int], dtype: str) -> Build:
-    """Returns the build of the kernel that casts a tensor to E4M3 along rows and to E5M2 along columns."""
+def cast_build(shape: tuple[int, int], dtype: str, maxima: bool = False) -> Build:
+    """Returns the build of the kernel that casts a tensor to E4M3 along rows and to E5M2 along columns.
+
+    With `maxima` it also finds the largest magnitudes, as for delayed scales.
+    """
     r, c = shape
     meaning = "what its largest magnitude becomes, divided by that"
     arguments = {
@@ -223,15 +231,59 @@ def cast_build(shape: tuple[int, int], dtype: str) -> Build:
     for name, element, (n, k) in zip(("row", "column"), sides, ((r, c), (c, r)), strict=True):
         view = (1, n, k), element
         arguments[f"{name}_words"] = Argument((1, n, k // 4), "int32", "output", "elements, row-major", view)
+    grid, tile = fp8.grid_of(1, r, c), (fp8.TILE.rows, fp8.TILE.columns)
+    arguments["maxima"] = Argument((1,), "int32", "unused", "not wanted, not written")
+    if maxima:
+        meaning = "bits of each tile's largest magnitude, row-major"
+        arguments["maxima"] = Argument(grid[::-1], "int32", "output", meaning)
     return Build(
-        name=f"cast_{r}x{c}_{dtype}",
+        name=f"cast_{r}x{c}_{dtype}" + ("_maxima" if maxima else ""),
         kernel=fp8.cast_kernel,
         signature=arguments,
-        constants=fp8.constants_of(sides, r, c),
-        grid=fp8.grid_of(1, r, c),
-        expected=Expected("cast", {"shape": [r, c], "dtype": dtype, "largest": [448.0, 57344.0]}),
+        constants=fp8.constants_of(sides, r, c, maxima),
+        grid=grid,
+        expected=Expected(
+            "cast",
+            {"shape": [r, c], "dtype": dtype, "largest": [448.0, 57344.0], "tile": tile if maxima else None},
+        ),
         num_warps=fp8.TILE.warps,
     )
+
+
+def cast_computed_build(kind: ComputedKind, shape: tuple[int, int]) -> Build:
+    """Returns the build of a kernel that casts what it computes to E4M3 along rows and E5M2 along columns."""
+    r, c = shape
+    arguments = {
+        "normed": lambda: _normed_arguments(r, c),
+        "gated": lambda: _factored_argument("product", "", r, 2 * c),
+        "gradient": lambda: (
+            _factored_argument("product", "", r, 2 * c) | _factored_argument("gradient", "gradient_", r, c)
+        ),
+    }[kind]()
+    n = 2 * c if kind == "gradient" else c
+    cast = cast_build((r, n), "bfloat16", maxima=True)
+    arguments |= {name: argument for name, argument in cast.signature.items() if name != "x"}
+    along, down, _ = fp8.grid_of(1, r, c)
+    grid = (along * (n // c), down, 1)
+    arguments["maxima"] = dataclasses.replace(arguments["maxima"], shape=grid[::-1])
+    sides = ("float8_e4m3fn", "float8_e5m2")
+    options = {"kind": kind, "shape": [r, c], "largest": [448.0, 57344.0]}
+    return Build(
+        name=f"cast_{_COMPUTED_NAMES[kind]}_{r}x{c}",
+        kernel=fp8_computed.KERNELS[kind],
+        signature=arguments,
+        constants=fp8.constants_of(sides, r, c, True),
+        grid=grid,
+        expected=Expected("cast_computed", options | {"tile": [fp8.TILE.rows, fp8.TILE.columns]}),
+        num_warps=fp8.TILE.warps,
+    )
+
+
+def _factored_argument(name: str, prefix: str, r: int, n: int) -> dict[str, Argument]:
+    return {
+        name: Argument((1, r, n), "bfloat16", meaning=_PRODUCT_MEANINGS[name]),
+        f"{prefix}factor": Argument((1,), "float32", meaning="of all of it"),
+    }
 
 
 def _draws(signs: tuple[int, ...]) -> Build:

@@ -33,7 +33,9 @@ def row_groups(
     pointers = x + (r * C + c)
     xs = ()
     for i in tl.static_range(0, 32, PART):
-        xs = xs + _split(_load(pointers + i, (r < rows) & (c + i < columns), EXACT), HEIGHT, GROUPS, PART)
+        xs = xs + _split(
+            load_inside(pointers + i, (r < rows) & (c + i < columns), EXACT), HEIGHT, GROUPS, PART
+        )
     return xs
 
 
@@ -88,18 +90,19 @@ def _load_rows(
         # 16-byte loads: the even runs of 4 columns, then the odd ones.
         r = tl.arange(0, GROUPS)[:, None, None] * 8
         c = tl.arange(0, WIDTH // 8)[None, :, None] * 8 + tl.arange(0, 4)[None, None, :]
-        low = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
-        high = _load(x + (r * C + c) + 4, (r < rows) & (c + 4 < columns), EXACT)
+        low = load_inside(x + (r * C + c), (r < rows) & (c < columns), EXACT)
+        high = load_inside(x + (r * C + c) + 4, (r < rows) & (c + 4 < columns), EXACT)
         y = tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [GROUPS, WIDTH])
     else:
         r, c = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, WIDTH)[None, :]
-        y = _load(x + (r * C + c), (r < rows) & (c < columns), EXACT)
+        y = load_inside(x + (r * C + c), (r < rows) & (c < columns), EXACT)
     return y
 
 
 @triton.jit
-def _load(pointers, mask, EXACT: tl.constexpr):
-    return tl.load(pointers) if EXACT else tl.load(pointers, mask, 0)
+def load_inside(pointers, inside, EXACT: tl.constexpr):
+    """Loads a tile; elements that are not inside, of which an EXACT tile has none, are zero."""
+    return tl.load(pointers) if EXACT else tl.load(pointers, inside, 0)
 
 
 @triton.jit

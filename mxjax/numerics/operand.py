@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mxjax.numerics.blocks import BlockShape, resolve_block_shape
-from mxjax.numerics.formats import BLOCK, FormatName, get_format
+from mxjax.numerics.formats import BLOCK, Format, FormatName, get_format
 from mxjax.numerics.rounding import Rounding
 from mxjax.numerics.scales import ScaleRule, check_rule
 
@@ -14,6 +14,7 @@ Source = Literal["original", "dequantized"]
 Gradient = Literal["straight_through", "clipped", "dge"]
 Splitting = Literal["none", "mean", "outliers", "clip"]
 FourOverSix = Literal["mse", "mae"]
+Scaling = Literal["current", "delayed"]
 
 MOST_ELEMENTS = 2**16
 """The largest block and run of `eden`: a smaller tensor is filled up to a whole one."""
@@ -57,6 +58,8 @@ class Operand:
       eden: number of elements along the contracted axis that share an EDEN correction of their scales, which
         are then rounded stochastically; it needs a key, and unbiased results a rotation with redrawn signs.
         None: no correction. Formats with E4M3 or UE5M3 scales.
+      scaling: for FP8, "current": the scale is that of the tensor itself. "delayed": it comes from earlier
+        steps and is an argument, `mxjax.dot(scales=)`; see `mxjax.numerics.delayed`.
     Raises:
       ValueError: an unknown name, a bad block shape, prescale or quantile, or options that the format does
         not take.
@@ -77,6 +80,7 @@ class Operand:
     four_over_six: FourOverSix | None = None
     eden: int | None = None
     split_tokens: int | None = None
+    scaling: Scaling = "current"
 
     def __post_init__(self):
         use_python_numbers(self)
@@ -116,7 +120,20 @@ class Operand:
             raise ValueError(
                 f"gradient {self.gradient!r} is for formats without E4M3 or UE5M3 scales, not {self.format}"
             )
+        check_choice("scaling", self.scaling, Scaling)
+        if self.is_delayed:
+            self._check_delayed(f)
         self._check_minifloat_scales()
+
+    def _check_delayed(self, f: Format) -> None:
+        """Raises ValueError unless the format has one scale a tensor, which is read as it is."""
+        if f.element is None or f.scale != "none":
+            raise ValueError(f"scaling='delayed' is for fp8_e4m3 and fp8_e5m2, not {self.format}")
+        plain = self.source == "original" and self.split == "none" and self.prescale is None
+        if not plain or self.gradient != "straight_through":
+            raise ValueError(
+                "scaling='delayed' takes the tensor as it is; leave source, split, prescale and gradient out"
+            )
 
     def _check_minifloat_scales(self) -> None:
         """Raises ValueError if an option for E4M3 and UE5M3 scales is out of range or does not apply."""
@@ -161,6 +178,11 @@ class Operand:
         return self.rounding == "stochastic" or self.eden is not None
 
     @property
+    def is_delayed(self) -> bool:
+        """Whether its scale comes from earlier steps."""
+        return self.scaling == "delayed"
+
+    @property
     def is_packable(self) -> bool:
         """Whether kernels pack it: MXFP4 in blocks of 32 or of 32 x 32, whole, scaled by their maximum."""
         blocks = self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
@@ -197,6 +219,8 @@ class Operand:
                 parts.append(f"{name.removeprefix('scale_')}={getattr(self, name):.5g}")
         if self.four_over_six is not None:
             parts.append(f"4/6 {self.four_over_six}")
+        if self.is_delayed:
+            parts.append("delayed")
         if self.source == "dequantized":
             parts.append("dequantized")
         if self.gradient != "straight_through":

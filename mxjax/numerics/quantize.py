@@ -92,18 +92,27 @@ def _quantize(x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: i
 
 
 def quantize_unpacked(
-    x: Shaped[Array | np.ndarray, "*shape"], operand: Operand, axis: int, key: jax.Array | KeyWords | None
+    x: Shaped[Array | np.ndarray, "*shape"],
+    operand: Operand,
+    axis: int,
+    key: jax.Array | KeyWords | None,
+    scale: Float32[Array, ""] | None = None,
 ) -> MXArray:
     """Returns x quantized as `operand` says, with blocks along `axis` and elements in float32.
 
     This is `quantize` without its last step, because GEMMs read values. `key` is for stochastic rounding of
-    elements, and of scales under EDEN.
+    elements, and of scales under EDEN. `scale` is the tensor's delayed scale.
     """
     f = get_format(operand.format)
     axis = normalize_axis_index(axis, x.ndim) - x.ndim
     block_shape = resolve_block_shape(f, operand.block_shape, x.ndim, axis)
     if operand.needs_key and key is None:
         raise ValueError("quantize rounds stochastically and needs key=; pass jax.random.key(0)")
+    if operand.is_delayed and scale is None:
+        raise ValueError(
+            f"{operand} needs the scales of earlier steps, which mxjax.dot takes as scales=; "
+            "use scaling='current'"
+        )
     if f.element is None:
         return MXArray(jnp.asarray(x, f.dtype), None, None, f.name, axis, block_shape)
     x = jnp.asarray(x, jnp.float32)
@@ -112,7 +121,7 @@ def quantize_unpacked(
         scales = scales.astype(f.scale_element.dtype)
     else:
         scales, tensor_scale, scaled = _divide_by_scales(
-            x, f, f.element, operand.scale_rule, block_shape, axis
+            x, f, f.element, operand.scale_rule, block_shape, axis, scale
         )
         elements = round_elements(scaled, f.element, operand.rounding, operand.prescale, key, axis)
     return MXArray(elements, scales, tensor_scale, f.name, axis, block_shape, operand.prescale)
@@ -138,11 +147,17 @@ def _store(values: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*
 
 
 def _divide_by_scales(
-    x: Float32[Array, "*shape"], f: Format, element: Element, rule: ScaleRule, block_shape, axis: int
+    x: Float32[Array, "*shape"],
+    f: Format,
+    element: Element,
+    rule: ScaleRule,
+    block_shape,
+    axis: int,
+    delayed=None,
 ):
     """Returns the scales of x's blocks or None, the tensor's or None, and x divided by them."""
     if f.scale == "none":  # as in Transformer Engine and torchao: multiply by max / amax
-        per_unit = divide(jnp.float32(element.max), tensor_max(x))
+        per_unit = divide(jnp.float32(element.max), tensor_max(x)) if delayed is None else delayed
         return None, 1 / per_unit, x * per_unit
     if f.scale == "fp32":
         scales, scaled = _divide_by_float32(x, element, block_shape, axis)

@@ -22,7 +22,7 @@ from mxjax.operands.use import OperandUse, quantize_use
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["elements", "scales", "tensor_scale"],
+    data_fields=["elements", "scales", "tensor_scale", "amax"],
     meta_fields=["prescale"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,14 @@ class KernelOperand:
       scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Otherwise None.
       prescale: factor that shrank the elements, or None.
       tensor_scale: float32 scale of the whole tensor, one for all of the batch, or None for one.
+      amax: the tensor's largest magnitude, if a kernel found it while it quantized by a delayed scale.
     """
 
     elements: UInt8[Array, "*batch n bytes"] | Float[Array, "*batch n k"]
     scales: UInt8[Array, "*batch n blocks"] | None
     prescale: float | None = None
     tensor_scale: Float32[Array, "..."] | None = None
+    amax: Float32[Array, "..."] | None = None
 
     @property
     def packed(self) -> tuple[UInt8[Array, "*batch n bytes"], UInt8[Array, "*batch n blocks"]]:

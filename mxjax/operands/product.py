@@ -16,17 +16,17 @@ from mxjax.runtime.devices import current_target, on_gpu, platform
 class Product(NamedTuple):
     """A product of two operands whose factors are not yet applied. Its value is raw * row * column factor.
 
-    FP8 carriers leave a power of two for each row of either operand. These factors are applied after the GEMM
-    has stored its result, where XLA fuses them into its readers.
+    FP8 carriers leave a power of two for each row of either operand, FP8 tensors their scales. These factors
+    are applied after the GEMM has stored its result, where XLA fuses them into its readers.
 
     Attributes:
       raw: [*batch, m, n], the GEMM's result.
-      factors: factors of the rows and of the columns, powers of two with exponents from -63 to 63. None
-        means ones.
+      factors: factors of the rows and of the columns: powers of two with exponents from -63 to 63, or any,
+        one for all. None means ones.
     """
 
     raw: Float[Array, "*batch m n"]
-    factors: tuple[Float32[Array, "*batch m"], Float32[Array, "*batch n"]] | None = None
+    factors: tuple[Float32[Array, "*#batch #m"], Float32[Array, "*#batch #n"]] | None = None
 
     def value(self, dtype: DTypeLike) -> Float[Array, "*batch m n"]:
         """Returns the product in dtype."""

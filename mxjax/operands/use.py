@@ -42,6 +42,7 @@ class OperandUse(NamedTuple):
       order: JAX key of the rotation's permutation, or None for the given order.
       reads: the Fprop's use of the same tensor if this GEMM reads the values that the Fprop quantized
         (source "dequantized"); None if it reads the tensor itself.
+      scale: the tensor's factor from `mxjax.numerics.delayed.Scales`, where scaling is "delayed".
     """
 
     axis: int
@@ -53,6 +54,7 @@ class OperandUse(NamedTuple):
     form: Form | None = None
     order: jax.Array | None = None
     reads: "OperandUse | None" = None
+    scale: Float32[Array, ""] | None = None
 
     @property
     def rotation_size(self) -> int:
@@ -82,7 +84,7 @@ class OperandUse(NamedTuple):
 
 def quantize_use(x: Float[Array, "..."], use: OperandUse) -> MXArray:
     """Returns x rotated and quantized as the GEMM takes it, with the elements in float32."""
-    return quantize_unpacked(quantized_part(x, use), use.operand, use.axis, use.key)
+    return quantize_unpacked(quantized_part(x, use), use.operand, use.axis, use.key, use.scale)
 
 
 def quantized_part(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:

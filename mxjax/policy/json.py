@@ -214,7 +214,7 @@ def _gemm(data: object, path: str) -> Gemm:
 
 def _operand(data: object, path: str) -> Operand:
     fields = _fields(data, path, _names(Operand))
-    for name in ("format", "scale_rule", "rounding", "source", "gradient", "split"):
+    for name in ("format", "scale_rule", "rounding", "source", "gradient", "split", "scaling"):
         _check_type(fields, name, path, lambda value: isinstance(value, str), "a string")
     _check_type(fields, "quantile", path, _is_number, "a number")
     for name in ("prescale", "scale_target", "scale_max"):

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from mxjax.numerics.formats import FORMATS
+from mxjax.numerics.formats import FORMATS, FormatName
 from mxjax.numerics.hadamard import SIZES
 from mxjax.numerics.operand import Operand, check_choice, use_python_numbers
 from mxjax.numerics.rotations import Kind, Order
@@ -115,6 +115,8 @@ class Gemm:
                 f"Gemm needs rotation to be an mxjax.Rotation or None, got {self.rotation!r}; "
                 "write Rotation(16) for H16"
             )
+        if self.rotation is not None and (self.lhs.is_delayed or self.rhs.is_delayed):
+            raise ValueError("scaling='delayed' takes the tensor as it is; use rotation=None")
 
     @property
     def needs_key(self) -> bool:
@@ -149,7 +151,8 @@ class Policy:
 
     Raises:
       ValueError: an operand has source "dequantized", but the Fprop does not quantize it (dy), or it is an
-        operand of the Fprop; an operand of a backward GEMM has a `gradient`; a weight has a `split`.
+        operand of the Fprop; an operand of a backward GEMM has a `gradient`; a weight has a `split`; a tensor
+        has two formats with delayed scales.
       TypeError: one of the three is not a `Gemm`.
     """
 
@@ -186,6 +189,12 @@ class Policy:
             raise ValueError(
                 "gradient= is for the Fprop's operands; backward GEMMs' have gradient='straight_through'"
             )
+        for tensor, formats in self._delayed_formats.items():
+            if len(formats) > 1:
+                raise ValueError(
+                    f"scaling='delayed' gives {tensor} one scale for both of its GEMMs, so it needs one "
+                    f"format; got {' and '.join(sorted(formats))}"
+                )
 
     @property
     def gemms(self) -> dict[str, Gemm]:
@@ -201,6 +210,20 @@ class Policy:
     def needs_key(self) -> bool:
         """Whether running any of the GEMMs draws random bits."""
         return any(gemm.needs_key for gemm in self.gemms.values())
+
+    @property
+    def delayed(self) -> dict[str, FormatName]:
+        """The tensors (x, w, dy) whose scales come from earlier steps, with their formats."""
+        return {tensor: next(iter(formats)) for tensor, formats in self._delayed_formats.items()}
+
+    @property
+    def _delayed_formats(self) -> dict[str, set[FormatName]]:
+        found: dict[str, set[FormatName]] = {}
+        for name, gemm in self.gemms.items():
+            for tensor, operand in zip(OPERANDS[name], (gemm.lhs, gemm.rhs), strict=True):
+                if operand.is_delayed:
+                    found.setdefault(tensor, set()).add(operand.format)
+        return found
 
     @property
     def idle_sources(self) -> tuple[str, ...]:
@@ -234,6 +257,15 @@ def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy
     """Returns the policy with `change(operand) -> Operand` applied to all six operands."""
     return Policy(
         *(dataclasses.replace(g, lhs=change(g.lhs), rhs=change(g.rhs)) for g in policy.gemms.values())
+    )
+
+
+def with_current_scales(policy: Policy) -> Policy:
+    """Returns the policy with the scale of each tensor itself in place of delayed ones, for want of any."""
+    return (
+        map_operands(policy, lambda o: dataclasses.replace(o, scaling="current"))
+        if policy.delayed
+        else policy
     )
 
 

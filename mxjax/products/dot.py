@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Shaped
 
 from mxjax.numerics.array import MXArray, check_parts
 from mxjax.numerics.blocks import resolve_block_shape
+from mxjax.numerics.delayed import Scales
 from mxjax.numerics.formats import get_format
 from mxjax.policy.policy import Policy
 from mxjax.products.implementations import GemmImplementations, Implementation, implementations_of
@@ -35,6 +36,7 @@ def dot(
     implementation: Implementation | None = None,
     preferred_element_type: DTypeLike | None = None,
     layout: Layout | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "*batch _"]:
     """Returns `x @ w`, with each of the three GEMMs (forward and gradients) in the policy's precision.
 
@@ -63,6 +65,9 @@ def dot(
         results are rounded to bfloat16. None: the fastest here.
       preferred_element_type: dtype of the result, by default `jnp.result_type(x, w)`; for an `MXArray`, x's.
       layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
+      scales: factors of x, w and dy, for policies with scaling "delayed". Their gradients are the tensors'
+        largest magnitudes, for `mxjax.numerics.delayed.updated`. Pass each call its own: JAX adds the
+        gradients of several.
 
     Gradients have the dtypes of x and w. There is no second derivative and no forward mode.
 
@@ -75,9 +80,9 @@ def dot(
       shardings of x and w. Under `jax.shard_map` each shard is quantized by itself: fold
       `jax.lax.axis_index` into its key.
     Raises:
-      ValueError: shapes that do not match, an unknown policy or implementation, or a policy that draws
-        random bits without a key; a layout whose mesh is not set or lacks one of its axes. For an `MXArray`
-        see `dequantize`, too.
+      ValueError: shapes that do not match, an unknown policy or implementation, a policy that draws random
+        bits without a key, or one with delayed scales without any; a layout whose mesh is not set or lacks
+        one of its axes. For an `MXArray` see `dequantize`, too.
       TypeError: x or w is no array or in another dtype, such as FP8, the result's dtype is not floating
         point, key is not a JAX key, or layout is no `Layout`; forward mode.
       NotImplementedError: an implementation that does not run here or does not take the policy's formats; a
@@ -89,14 +94,14 @@ def dot(
         raise ValueError(f"dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     policy = as_policy(policy)
     check_floating(x, w, preferred_element_type)
-    check_key(policy, key)
+    check_key(policy, key, scales)
     check_layout("dot", layout)
     gemms = implementations_of(policy, implementation)
     if isinstance(w, MXArray):
         check_parts("dot", w)
         warn_of_two_roundings(w, policy)
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
-    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, layout, key)
+    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, layout, key, scales)
 
 
 def dot_general(
@@ -144,6 +149,7 @@ def _dot_general(
     gemms: GemmImplementations,
     layout: Layout | None,
     key: jax.Array | None,
+    scales: Scales | None = None,
 ) -> jax.Array:
     """Groups the axes of arguments that were checked where users call, so that tracebacks are short."""
     lhs = jnp.asarray(lhs)
@@ -156,23 +162,28 @@ def _dot_general(
     options = Options(policy, gemms, dtypes, precision, layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
-    def product(lhs, rhs, key):
+    def product(lhs, rhs, key, scales):
         # shard_map sums the gradients of replicated operands once they are varying.
         arrays = jax.tree.leaves((lhs, rhs, key))
         lhs, rhs = (jax.tree.map(lambda t: varying_as(t, *arrays), operand) for operand in (lhs, rhs))
         x = _group_axes(lhs, lhs_batch, lhs_free, lhs_contract)
         if isinstance(rhs, MXArray):
             leaves, frozen = jax.tree.flatten(rhs)
-            return linear(options._replace(frozen=frozen), x, tuple(leaves), key).reshape(shape)
+            return linear(options._replace(frozen=frozen), x, tuple(leaves), key, scales).reshape(shape)
         w = _group_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-        return linear(options, x, w, key).reshape(shape)
+        return linear(options, x, w, key, scales).reshape(shape)
 
     product = on_auto_axes(product, lhs, rhs, kept=((*lhs_batch, *lhs_free), rhs_free))
-    return product(lhs, rhs, key if policy.needs_key else None)
+    return product(lhs, rhs, key if policy.needs_key else None, scales if policy.delayed else None)
 
 
-def check_key(policy: Policy, key: object) -> None:
-    """Raises ValueError if the policy needs a key and there is none, TypeError if `key` is no JAX key."""
+def check_key(policy: Policy, key: object, scales: Scales | None = None) -> None:
+    """Raises ValueError if the policy lacks its key or its scales, TypeError if `key` is no JAX key."""
+    if policy.delayed and scales is None:
+        raise ValueError(
+            f"the policy's scales of {', '.join(policy.delayed)} come from earlier steps: pass mxjax.dot "
+            "scales=, from mxjax.numerics.delayed; or use a policy with current scales, such as 'fp8'"
+        )
     if policy.needs_key and key is None:
         raise ValueError(
             f"the policy draws random bits in {policy.drawing} and needs key=; "

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, UInt32
 
+from mxjax.numerics.delayed import Scales
 from mxjax.numerics.hadamard import fixed_signs, random_signs
 from mxjax.numerics.philox import KeyWords, key_words
 from mxjax.operands.use import Form, OperandUse
-from mxjax.policy.policy import Gemm, Policy, Rotation
+from mxjax.policy.policy import OPERANDS, Gemm, Policy, Rotation
 from mxjax.products.implementations import BY_KERNEL, GemmImplementations, form_of
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.keys import as_key, fold_each, over_keys
@@ -43,8 +44,13 @@ CONTRACTED = ((-1, -2), (-1, -1), (-2, -2))
 and dy [tokens, d_out]."""
 
 
-def uses_of_policy(policy: Policy, implementations: GemmImplementations, key: jax.Array | None) -> PolicyUses:
-    """Returns the uses of all operands of a policy, with the random bits of a dot's key."""
+def uses_of_policy(
+    policy: Policy,
+    implementations: GemmImplementations,
+    key: jax.Array | None,
+    scales: Scales | None = None,
+) -> PolicyUses:
+    """Returns the uses of all operands of a policy, with the random bits of a dot's key and its scales."""
     gemms = tuple(policy.gemms.values())
     keys = None if key is None else fold_each(key, 0, 3)
     by_kernel = [gemm.needs_key and implementations[i] in BY_KERNEL for i, gemm in enumerate(gemms)]
@@ -64,7 +70,18 @@ def uses_of_policy(policy: Policy, implementations: GemmImplementations, key: ja
         dgrad = dgrad._replace(rhs=dgrad.rhs._replace(reads=fprop.rhs))
     if policy.wgrad.lhs.source == "dequantized":
         wgrad = wgrad._replace(lhs=wgrad.lhs._replace(reads=fprop.lhs))
-    return PolicyUses(fprop, dgrad, wgrad)
+    found = PolicyUses(fprop, dgrad, wgrad)
+    return found if scales is None else _with_scales(found, scales)
+
+
+def _with_scales(uses: PolicyUses, scales: Scales) -> PolicyUses:
+    """Returns the uses with the delayed scale of each tensor whose operand takes one."""
+
+    def scaled(use: OperandUse, tensor: str) -> OperandUse:
+        return use._replace(scale=getattr(scales, tensor)) if use.operand.is_delayed else use
+
+    pairs = zip(uses, OPERANDS.values(), strict=True)
+    return PolicyUses(*(GemmUses(*map(scaled, gemm, tensors)) for gemm, tensors in pairs))
 
 
 def uses_of(gemm: Gemm, lhs_axis: int, rhs_axis: int, key: jax.Array | None) -> GemmUses:

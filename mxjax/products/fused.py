@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mxjax.numerics.delayed import Scales
 from mxjax.operands.computed import Gated, GatedGradient, Norm, check_norm, normed, rms_norm, swiglu
 from mxjax.operands.use import OperandUse
 from mxjax.policy.policy import Policy
@@ -43,6 +44,7 @@ def normed_dot(
     key: jax.Array | None,
     implementation: Implementation | None,
     layout: Layout | None,
+    scales: Scales | None = None,
 ) -> Float[Array, "*batch d_out"] | None:
     """Returns rms_norm(x, norm) @ w in x's dtype, or None where no kernel computes the norm.
 
@@ -60,7 +62,7 @@ def normed_dot(
     d_in, d_out = w.shape
     if x.shape[-1] != d_in:
         raise ValueError(f"normed_dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
-    check_key(policy, key)
+    check_key(policy, key, scales)
     gemms, dtypes = implementations_of(policy, implementation), (x.dtype, x.dtype, w.dtype)
     options = Options(policy, gemms, dtypes, layout=layout)
     if not kernels_take(x, w) or not fuses_norm(options, x.size // d_in, d_in):
@@ -68,7 +70,8 @@ def normed_dot(
     key = key if policy.needs_key else None
     arrays = jax.tree.leaves((x, w, norm.scale, key))
     x, w, scale = (varying_as(t, *arrays) for t in (x, w, norm.scale))
-    y = _normed_product(NormedOptions(options, norm.eps), x.reshape(-1, d_in), w, scale, key)
+    scales = scales if policy.delayed else None
+    y = _normed_product(NormedOptions(options, norm.eps), x.reshape(-1, d_in), w, scale, key, scales)
     return y.reshape(*x.shape[:-1], d_out)
 
 
@@ -81,7 +84,8 @@ def kernels_take(x: jax.Array, *weights: jax.Array) -> bool:
 def fuses_norm(options: Options, tokens: int, width: int) -> bool:
     """Whether a kernel computes the norm before a product here.
 
-    It does on Hopper, for operands that its quantizer packs and nothing else reads.
+    It does on Hopper, for operands that its quantizer packs, or casts by delayed scales, and nothing else
+    reads.
 
     Args:
       tokens, width: the shape of the norm's result.
@@ -101,22 +105,22 @@ def norm_gradients(dy: jax.Array, x: jax.Array, scale: jax.Array, eps: float) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed_matmul(options: NormedOptions, x, w, scale, key):
-    y, _ = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, keep=False)
+def _normed_matmul(options: NormedOptions, x, w, scale, key, scales):
+    y, _ = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, scales, keep=False)
     return value_of(options.product, y, w)
 
 
-def _normed_fwd(options: NormedOptions, x, w, scale, key):
-    y, residuals = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, keep=True)
+def _normed_fwd(options: NormedOptions, x, w, scale, key, scales):
+    y, residuals = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, scales, keep=True)
     return value_of(options.product, y, w), (x, scale, residuals.with_weight(w))
 
 
 def _normed_bwd(options: NormedOptions, kept, dy):
     x, scale, residuals = kept
-    dx, dw = backward(options.product, residuals, dy)
+    dx, dw, amax = backward(options.product, residuals, dy)
     dx = varying_as(dx.value(options.product.dtypes[1]), dy)
     dx, d_scale = norm_gradients(dx, x, scale, options.eps)
-    return dx, dw, d_scale, None
+    return dx, dw, d_scale, None, amax
 
 
 _normed_matmul.defvjp(_normed_fwd, _normed_bwd)
@@ -125,8 +129,8 @@ _normed_matmul.defvjp(_normed_fwd, _normed_bwd)
 def _normed_batch(options: NormedOptions, operands, axes) -> tuple[jax.Array, int]:
     """Maps the product: it decides by itself whether the mapped axis joins the tokens."""
 
-    def apart(x, w, scale, key):
-        return linear(options.product, rms_norm(x, Norm(scale, options.eps)), w, key)
+    def apart(x, w, scale, key, scales):
+        return linear(options.product, rms_norm(x, Norm(scale, options.eps)), w, key, scales)
 
     return jax.vmap(apart, axes)(*operands), 0
 
@@ -151,6 +155,7 @@ def fused_mlp(
     implementation: Implementation | None,
     layouts: Sequence[Layout | None],
     norm: Norm | None = None,
+    scales: Sequence[Scales | None] = (None, None),
 ) -> Float[Array, "*batch d_out"] | None:
     """Returns swiglu(x @ gate_up) @ down in x's dtype, or None where no kernel computes SwiGLU.
 
@@ -162,7 +167,7 @@ def fused_mlp(
     Args:
       x: activations; all but bfloat16 return None.
       weights: gate_up, which has the gate's columns first, and down.
-      policies, keys, layouts: of both products; see `mxjax.dot`.
+      policies, keys, layouts, scales: of both products; see `mxjax.dot`.
       norm: of x, before the products.
     Raises: see `mxjax.dot`.
     """
@@ -175,8 +180,8 @@ def fused_mlp(
         )
     if norm is not None:
         check_norm("fused_mlp", x, norm)
-    for policy, key in zip(policies, keys, strict=True):
-        check_key(policy, key)
+    for policy, key, delayed in zip(policies, keys, scales, strict=True):
+        check_key(policy, key, delayed)
     up, down = (
         Options(
             policy,
@@ -192,17 +197,19 @@ def fused_mlp(
         x, norm = rms_norm(x, norm), None
     scale, eps = norm or (None, 0.0)
     drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))
+    scales = tuple(s if policy.delayed else None for policy, s in zip(policies, scales, strict=True))
     arrays = jax.tree.leaves((x, weights, scale, drawn))
     x, weights, scale = jax.tree.map(lambda t: varying_as(t, *arrays), (x, tuple(weights), scale))
-    y = _gated_product(GatedOptions(up, down, eps), x.reshape(-1, d_in), weights, scale, drawn)
+    y = _gated_product(GatedOptions(up, down, eps), x.reshape(-1, d_in), weights, scale, drawn, scales)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
     """Whether kernels compute SwiGLU here.
 
-    They do on Hopper, for operands that its quantizer packs and nothing else reads, from products without
-    the factor of a prescale, and not where a mesh shards the MLP's width.
+    They do on Hopper, for operands that nothing else reads, and not where a mesh shards the MLP's width: for
+    those that its quantizer packs, from products whose factors are powers of two, and for those in FP8 with
+    delayed scales, from products with one factor.
 
     Args:
       tokens, width: the shape of silu(gate) * up.
@@ -211,6 +218,9 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
     if not width or gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
         return False
     if any(operand.prescale for gemm in (up.fprop, down.dgrad) for operand in (gemm.lhs, gemm.rhs)):
+        return False
+    in_fp8 = [gemm == "fp8_tensor" for gemm in (up_gemms.fprop, down_gemms.dgrad)]
+    if any(in_fp8) != all(in_fp8) or all(in_fp8) != (form_of(down_gemms.fprop) == "fp8"):
         return False
     if not all(sums_on_each_device(options.layout) for options in (of_up, of_down)):
         return False
@@ -226,17 +236,17 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_matmuls(options: GatedOptions, x, weights, scale, keys):
+def _gated_matmuls(options: GatedOptions, x, weights, scale, keys, scales):
     tensor = x if scale is None else normed(x, Norm(scale, options.eps))
-    y, _ = forward(options.up, tensor, weights[0], keys[0], keep=False)
-    y, _ = forward(options.down, Gated(y), weights[1], keys[1], keep=False)
+    y, _ = forward(options.up, tensor, weights[0], keys[0], scales[0], keep=False)
+    y, _ = forward(options.down, Gated(y), weights[1], keys[1], scales[1], keep=False)
     return value_of(options.down, y, weights[1])
 
 
-def _gated_fwd(options: GatedOptions, x, weights, scale, keys):
+def _gated_fwd(options: GatedOptions, x, weights, scale, keys, scales):
     tensor = x if scale is None else normed(x, Norm(scale, options.eps))
-    product, of_up = forward(options.up, tensor, weights[0], keys[0], keep=True)
-    y, of_down = forward(options.down, Gated(product), weights[1], keys[1], keep=True)
+    product, of_up = forward(options.up, tensor, weights[0], keys[0], scales[0], keep=True)
+    y, of_down = forward(options.down, Gated(product), weights[1], keys[1], scales[1], keep=True)
     of_norm = None if scale is None else (x, scale)
     residuals = of_norm, product, of_up.with_weight(weights[0]), of_down.with_weight(weights[1])
     return value_of(options.down, y, weights[1]), residuals
@@ -244,13 +254,13 @@ def _gated_fwd(options: GatedOptions, x, weights, scale, keys):
 
 def _gated_bwd(options: GatedOptions, residuals, dy):
     of_norm, product, of_up, of_down = residuals
-    gradient, d_down = backward(options.down, of_down, dy)
-    dx, d_up = backward(options.up, of_up, GatedGradient(product, gradient))
+    gradient, d_down, of_down_amax = backward(options.down, of_down, dy)
+    dx, d_up, of_up_amax = backward(options.up, of_up, GatedGradient(product, gradient))
     dx, d_scale = varying_as(dx.value(options.up.dtypes[1]), dy), None
     if of_norm is not None:
         x, scale = of_norm
         dx, d_scale = norm_gradients(dx, x, scale, options.eps)
-    return dx, (d_up, d_down), d_scale, None
+    return dx, (d_up, d_down), d_scale, None, (of_up_amax, of_down_amax)
 
 
 _gated_matmuls.defvjp(_gated_fwd, _gated_bwd)
@@ -259,13 +269,13 @@ _gated_matmuls.defvjp(_gated_fwd, _gated_bwd)
 def _gated_batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]:
     """Maps the products one by one: each decides by itself whether the mapped axis joins the tokens."""
 
-    def apart(x, weights, scale, keys):
+    def apart(x, weights, scale, keys, scales):
         x = x if scale is None else rms_norm(x, Norm(scale, options.eps))
 
         def gated(x, w):
-            return swiglu(linear(options.up, x, w, keys[0]))
+            return swiglu(linear(options.up, x, w, keys[0], scales[0]))
 
-        return linear(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1])
+        return linear(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1], scales[1])
 
     return jax.vmap(apart, axes)(*operands), 0
 

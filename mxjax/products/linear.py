@@ -31,6 +31,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.numerics.array import MXArray, dequantize
+from mxjax.numerics.delayed import Scales, largest_magnitude
 from mxjax.numerics.operand import Operand
 from mxjax.operands.carriers import Carrier
 from mxjax.operands.computed import Computed
@@ -48,7 +49,7 @@ from mxjax.products.implementations import (
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
 from mxjax.runtime.devices import current_target, platform
-from mxjax.runtime.mesh import Layout, as_stored, varying_as
+from mxjax.runtime.mesh import Layout, as_stored, maximum_as, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
 from mxjax.runtime.remat import tag_operand, tag_product
 
@@ -83,6 +84,8 @@ class Residuals(NamedTuple):
     w: Weight | None
     w_packed: Prepared | None
     key: jax.Array | None
+    scales: Scales | None = None
+    amax: tuple[jax.Array, jax.Array] | None = None  # of x and w, with delayed scales
 
     def with_weight(self, w: Weight) -> "Residuals":
         """Returns the residuals of `forward` with w, unless its packed operand is kept.
@@ -94,26 +97,33 @@ class Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(options: Options, x: jax.Array, w: Weight, key: jax.Array | None) -> jax.Array:
-    """Returns x @ w by the policy's Fprop; its gradients are the policy's Dgrad and Wgrad."""
-    return value_of(options, forward(options, x, w, key, keep=False)[0], w)
+def _linear(
+    options: Options, x: jax.Array, w: Weight, key: jax.Array | None, scales: Scales | None
+) -> jax.Array:
+    """Returns x @ w by the policy's Fprop; its gradients are the policy's Dgrad and Wgrad.
+
+    The gradients of `scales` are the largest magnitudes of x, w and dy.
+    """
+    return value_of(options, forward(options, x, w, key, scales, keep=False)[0], w)
 
 
-def _linear_fwd(options: Options, x, w, key):
-    y, residuals = forward(options, x, w, key, keep=True)
+def _linear_fwd(options: Options, x, w, key, scales):
+    y, residuals = forward(options, x, w, key, scales, keep=True)
     return value_of(options, y, w), residuals.with_weight(w)
 
 
 def _linear_bwd(options: Options, residuals, dy):
-    dx, dw = backward(options, residuals, dy)
-    return varying_as(dx.value(options.dtypes[1]), dy), dw, None
+    dx, dw, amax = backward(options, residuals, dy)
+    return varying_as(dx.value(options.dtypes[1]), dy), dw, None, amax
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
-def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple[Product, Residuals]:
+def forward(
+    options: Options, x: Tensor, w: Weight, key, scales: Scales | None = None, *, keep: bool
+) -> tuple[Product, Residuals]:
     """Returns y, and what `backward` reads besides w; with `keep`, packed operands where possible.
 
     Args:
@@ -121,7 +131,7 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     """
     policy, gemms, frozen = options.policy, options.gemms, options.frozen
     x, values = first_order_only(x), first_order_only(_weight_values(w, frozen))
-    uses = uses_of_policy(policy, gemms, key)
+    uses = uses_of_policy(policy, gemms, key, scales)
     x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     keep = keep and frozen is None
@@ -139,7 +149,11 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
         x_packed = lhs  # as many bytes as x, and all that the Wgrad reads of it
     y = _gemm(options, "fprop", lhs, rhs, _rests(policy.fprop, uses.fprop, x, values))
     x_kept = None if x_packed is not None or (frozen is not None and not x_is_read) else x
-    return tag_product(y) if is_layer else y, Residuals(x_kept, x_packed, None, w_packed, key)
+    amax = None
+    if scales is not None:
+        amax = largest(x, (lhs, x_packed)), largest(values, (rhs, w_packed))
+    residuals = Residuals(x_kept, x_packed, None, w_packed, key, scales, amax)
+    return tag_product(y) if is_layer else y, residuals
 
 
 def _in_place_of(x: Tensor, use: OperandUse) -> bool:
@@ -153,16 +167,18 @@ def _is_bfloat16(x: Tensor) -> TypeGuard[jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Product, jax.Array | None]:
-    """Returns the gradients dx and dw; None for dw if w is frozen.
+def backward(
+    options: Options, residuals: Residuals, dy: Tensor
+) -> tuple[Product, jax.Array | None, Scales | None]:
+    """Returns the gradients dx and dw, None for dw if w is frozen, and the largest magnitudes for `scales`.
 
     Args:
       dy: an array, or `Computed` if the policy's gradients need no more than packed operands of it.
     """
     policy, gemms, dtypes, frozen = options.policy, options.gemms, options.dtypes, options.frozen
-    x, x_packed, w, w_packed, key = residuals
+    x, x_packed, w, w_packed, key, scales, _ = residuals
     dy = first_order_only(dy)
-    uses = uses_of_policy(policy, gemms, key)
+    uses = uses_of_policy(policy, gemms, key, scales)
     dy_uses = [uses.dgrad.lhs, uses.wgrad.rhs]
     plain = all(use.operand.format == "bf16" and use.rotation is None for use in dy_uses)
     if plain and isinstance(dy, jax.Array):
@@ -170,6 +186,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     dy = once(dy, dy_uses)
     at_once = frozen is None and not (platform() == "cpu" and current_target() is None)
     dy_rows, *dy_columns = prepare(dy, dy_uses if at_once else dy_uses[:1])
+    amax = _largest_of_all(policy, residuals, dy, (dy_rows, *dy_columns))
     if w is not None:
         w = first_order_only(_weight_values(w, frozen))
         [w_packed] = prepare(w, [uses.dgrad.rhs])
@@ -178,7 +195,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     steps += _through_fprop(x, uses.fprop.lhs, policy.dgrad.rhs)
     dx = _gemm(options, "dgrad", dy_rows, w_packed, steps)
     if frozen is not None:
-        return dx, None
+        return dx, None, amax
     if not at_once:  # XLA for CPUs would keep the operands of both GEMMs in memory
         _, dy, x, x_packed = lax.optimization_barrier((dx.raw, dy, x, x_packed))
         dy_columns = prepare(dy, dy_uses[1:])
@@ -192,7 +209,28 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     steps = _rests(policy.wgrad, uses.wgrad, x, dy)
     steps += _through_fprop(w, uses.fprop.rhs, policy.wgrad.lhs)
     dw = _gemm(options, "wgrad", x_packed, dy_columns, steps)
-    return dx, as_stored(varying_as(dw.value(dtypes[2]), *jax.tree.leaves(dy)), options.layout)
+    return dx, as_stored(varying_as(dw.value(dtypes[2]), *jax.tree.leaves(dy)), options.layout), amax
+
+
+def largest(x: Tensor, prepared: Sequence[Prepared | None]) -> jax.Array:
+    """Returns the largest magnitude of a tensor, which the kernel that prepared it may have found."""
+    found = [q.amax for q in prepared if isinstance(q, KernelOperand) and q.amax is not None]
+    return found[0] if found else largest_magnitude(x if isinstance(x, jax.Array) else x.value())
+
+
+def _largest_of_all(
+    policy: Policy, residuals: Residuals, dy: Tensor, prepared: Sequence[Prepared]
+) -> Scales | None:
+    """Returns the largest magnitudes of x, w and dy over all devices, zero without a delayed scale."""
+    if residuals.amax is None or residuals.scales is None:
+        return None
+    each = zip(Scales._fields, (*residuals.amax, largest(dy, prepared)), residuals.scales, strict=True)
+    return Scales(
+        *(
+            maximum_as(amax, scale) if name in policy.delayed else jnp.zeros_like(scale)
+            for name, amax, scale in each
+        )
+    )
 
 
 def value_of(options: Options, y: Product, w: Weight) -> jax.Array:
@@ -264,35 +302,44 @@ def _tagged[T](q: T) -> T:
 
 
 def _batch(options: Options, operands, axes) -> tuple[jax.Array, int]:
-    x, w, key = operands
-    x_axis, w_axis, _ = axes
+    x, w, key, scales = operands
+    x_axis, w_axis, *_ = axes
     others = jax.tree.leaves(axes[1:])  # without those that are not mapped
     if not others:
-        return _join_tokens(options, jnp.moveaxis(x, x_axis, -3), w, key)
+        return _join_tokens(options, jnp.moveaxis(x, x_axis, -3), w, key, scales)
     if options.frozen is not None or w_axis is None or len(others) > 1:
-        mapped = jax.vmap(lambda x, w, key: _linear(options, x, w, key), axes)
-        return mapped(x, w, key), 0
+        mapped = jax.vmap(lambda *each: _linear(options, *each), axes)
+        return mapped(*operands), 0
     size = w.shape[w_axis]
-    return _stack(options, _mapped_first(x, x_axis, size), _mapped_first(w, w_axis, size), key)
+    return _stack(options, _mapped_first(x, x_axis, size), _mapped_first(w, w_axis, size), key, scales)
 
 
-linear = as_primitive("mxjax_linear", _linear, _batch)
+_product = as_primitive("mxjax_linear", _linear, _batch)
 
 
-def _join_tokens(options: Options, x: jax.Array, w: Any, key: Any) -> tuple[jax.Array, int]:
+def linear(options: Options, x: jax.Array, w: Weight, key: Any, scales: Scales | None = None) -> jax.Array:
+    """Returns `_linear` as a primitive."""
+    return _product(options, x, w, key, scales)
+
+
+def _join_tokens(
+    options: Options, x: jax.Array, w: Any, key: Any, scales: Scales | None
+) -> tuple[jax.Array, int]:
     """Returns the product of x [*batch, mapped, m, k], and its mapped axis."""
     *batch, mapped, m, k = x.shape
-    y = linear(options, x.reshape(*batch, mapped * m, k), w, key)
+    y = linear(options, x.reshape(*batch, mapped * m, k), w, key, scales)
     return y.reshape(*batch, mapped, m, y.shape[-1]), len(batch)
 
 
-def _stack(options: Options, x: jax.Array, w: jax.Array, key: jax.Array | None) -> tuple[jax.Array, int]:
+def _stack(
+    options: Options, x: jax.Array, w: jax.Array, key: jax.Array | None, scales: Scales | None
+) -> tuple[jax.Array, int]:
     """Returns the product of x [mapped, *batch, m, k] and w [mapped, *batch, k, n], and its mapped axis."""
     if options.layout is not None:
         options = options._replace(layout=options.layout.stacked)
     stack = x.shape[:-2]
     x, w = (t.reshape(math.prod(stack), *t.shape[-2:]) for t in (x, w))
-    y = linear(options, x, w, key)
+    y = linear(options, x, w, key, scales)
     return y.reshape(*stack, *y.shape[-2:]), 0
 
 

@@ -38,7 +38,7 @@ def multiply(
     """
     match lhs, rhs:
         case KernelOperand(), KernelOperand() if implementation == "fp8_tensor":
-            return Product(_multiply_fp8_tensors(lhs, rhs, layout).astype(dtype))
+            return _multiply_fp8_tensors(lhs, rhs, dtype, layout)
         case KernelOperand(scales=None), KernelOperand():
             raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
         case KernelOperand(), KernelOperand():
@@ -173,18 +173,26 @@ def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carrie
     return Product(y, (rows, columns))
 
 
-def _multiply_fp8_tensors(lhs: KernelOperand, rhs: KernelOperand, layout: Layout | None) -> jax.Array:
+def _multiply_fp8_tensors(
+    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, layout: Layout | None
+) -> Product:
     """Multiplies in FP8, with the scales of both tensors.
 
-    On GPUs XLA takes these operations as one GEMM, which applies the scales to its float32 sums. Operands in
-    bfloat16 would have it write bfloat16, but XLA then rounds the scales to bfloat16 too.
+    Where a GPU's GEMM may round its float32 sums to bfloat16 it does, without the scales: XLA applies them in
+    what reads the product, in float32. It takes scales into a GEMM too, but that writes float32 then, which
+    would be converted in a pass of its own, or has the scales rounded to bfloat16.
     """
     left, right = lhs.elements, to_multiply(rhs.elements, layout)
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
+    if on_gpu() and dtype == jnp.bfloat16 and sums_on_each_device(layout):
+        rows, columns = (f.reshape((1,) * (left.ndim - 1)) for f in factors)
+        return Product(contract_fp8(left, right, jnp.bfloat16), (rows, columns))
     if not on_gpu():
-        return contract_fp8(left, right, jnp.float32) * factors[0] * factors[1]
-    left, right = (t.astype(jnp.float32) * f for t, f in zip((left, right), factors, strict=True))
-    return contract(left, -1, right, -1, lax.Precision.HIGHEST, jnp.float32)
+        y = contract_fp8(left, right, jnp.float32) * factors[0] * factors[1]
+    else:
+        left, right = (t.astype(jnp.float32) * f for t, f in zip((left, right), factors, strict=True))
+        y = contract(left, -1, right, -1, lax.Precision.HIGHEST, jnp.float32)
+    return Product(y.astype(dtype))
 
 
 def _multiply_scaled_dot(lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> jax.Array:

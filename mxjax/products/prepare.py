@@ -38,10 +38,12 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     """
     if isinstance(x, Computed):
         if len(uses) == 2:
+            from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
             from mxjax.kernels.quantize.quantizer import quantize_computed
 
             rows, columns = uses
-            return quantize_computed(x, rows, columns)
+            by_kernel = quantize_fp8_computed if rows.form == "fp8" else quantize_computed
+            return by_kernel(x, rows, columns)
         x = x.value()
     form = uses[0].form
     shared = all(use.form == form and use.reads is None for use in uses[1:])
@@ -172,10 +174,14 @@ def prepares_gated(rows: OperandUse, columns: OperandUse, r: int, c: int) -> boo
 def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
     """Whether a kernel prepares a `Computed` tensor [r, c] for these two uses here."""
     target = current_target()
-    if target is None or rows.form != "packed" or columns.form != "packed":
+    if target is None or rows.form != columns.form or rows.form not in ("packed", "fp8"):
         return False
     if not (rows.is_plain and columns.is_plain):
         return False
+    if rows.form == "fp8":
+        from mxjax.kernels.quantize.fp8_computed import takes_computed as takes_in_fp8
+
+        return takes_in_fp8(rows, columns, target, r, c)
     from mxjax.kernels.quantize.launches import takes_computed
 
     return takes_computed((rows, columns), target, r, c)

@@ -43,6 +43,7 @@ class _Policies(Mapping[str, Policy]):
 
 _SOURCES = {
     **dict.fromkeys(ladder(), "arXiv 2605.09825 (the ladder)"),
+    "fp8_delayed": "NVIDIA/TransformerEngine at d0067d0, DelayedScaling",
     **dict.fromkeys(amazon(), "arXiv 2502.20586"),
     "tetrajet": "arXiv 2502.20853",
     "nvfp4": "arXiv 2509.25149",

@@ -3,7 +3,7 @@
 import dataclasses
 
 from mxjax.numerics.operand import Operand
-from mxjax.policy.policy import Gemm, Policy, Rotation
+from mxjax.policy.policy import Gemm, Policy, Rotation, map_operands
 
 _BF16 = Operand("bf16")
 _E4M3 = Operand("fp8_e4m3")
@@ -35,6 +35,7 @@ def ladder() -> dict[str, Policy]:
         "fp32": Policy(*[Gemm(Operand("fp32"), Operand("fp32"))] * 3),
         "bf16": Policy(_bf16, _bf16, _bf16),
         "fp8": _fp8_baseline,
+        "fp8_delayed": map_operands(_fp8_baseline, lambda o: dataclasses.replace(o, scaling="delayed")),
         "fprop": dataclasses.replace(_fp8_baseline, fprop=_mxfp4),
         "fprop_dgrad": dataclasses.replace(_fp8_baseline, fprop=_mxfp4, dgrad=_mxfp4),
         "wgrad": full,

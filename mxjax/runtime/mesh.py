@@ -156,6 +156,12 @@ def on_auto_axes(
     return functools.partial(on_auto, out_sharding=NamedSharding(meshes[0], PartitionSpec(*shardings)))
 
 
+def maximum_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns x; under `jax.shard_map`, its maximum over the mesh axes that x varies over and `like` not."""
+    axes = tuple(sorted(jax.typeof(x).mat.varying - jax.typeof(like).mat.varying))
+    return lax.pmax(x, axes) if axes else x
+
+
 def varying_as(x: jax.Array, *like: jax.Array | np.ndarray | None) -> jax.Array:
     """Returns x; under `jax.shard_map`, made to vary over all mesh axes that `like` varies over."""
     axes = {axis for other in like if other is not None for axis in jax.typeof(other).mat.varying}

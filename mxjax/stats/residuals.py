@@ -3,8 +3,10 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from mxjax.numerics.delayed import Scales
 from mxjax.policy.policy import Policy
 from mxjax.products.implementations import Implementation, implementations_of
 from mxjax.products.linear import Options, forward
@@ -33,8 +35,8 @@ def residual_bytes(
     options = Options(resolved, implementations_of(resolved, implementation), (x.dtype,) * 3)
 
     def kept(x, w, key):
-        residuals = forward(options, x, w, key, keep=True)[1].with_weight(w)
-        x_, x_packed, w_, w_packed, _ = residuals
+        scales = Scales(*[jnp.float32(1)] * 3) if resolved.delayed else None
+        x_, x_packed, w_, w_packed, *_ = forward(options, x, w, key, scales, keep=True)[1].with_weight(w)
         return {"x": jax.tree.leaves((x_, x_packed)), "w": jax.tree.leaves((w_, w_packed))}
 
     arrays = jax.eval_shape(kept, x, jax.ShapeDtypeStruct(w.shape, w.dtype), key)

@@ -17,7 +17,9 @@ from plain_kernels import (
     plain_attention,
     plain_block16,
     plain_carry,
+    plain_cast,
     plain_computed,
+    plain_computed_cast,
     plain_correct,
     plain_gradients,
     plain_kernel,
@@ -28,7 +30,7 @@ import mxjax
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import block16, quantizer
+from mxjax.kernels.quantize import block16, fp8, fp8_computed, quantizer
 from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.operand import Operand
@@ -37,7 +39,7 @@ from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
-from mxjax.runtime.devices import INTERPRETER, use_target
+from mxjax.runtime.devices import INTERPRETER, Target, use_target
 
 
 def check_shard_map() -> None:
@@ -94,6 +96,8 @@ def main() -> None:
     check_fp8(mesh)
     check_attention(mesh)
     check_computed(mesh)
+    check_cast(mesh)
+    check_computed_cast(mesh)
     print("all equal")
 
 
@@ -198,6 +202,55 @@ def check_computed(mesh) -> None:
                 np.testing.assert_array_equal(a, b)
             assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
             assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
+
+
+def delayed_uses(scales):
+    """Returns uses of both axes by delayed scales."""
+    operand = Operand("fp8_e4m3", scaling="delayed")
+    return [OperandUse(-1 - i, operand, scale=scales[i]) for i in range(2)]
+
+
+def check_cast(mesh) -> None:
+    """Each device casts its shard, and with delayed scales finds the largest magnitude of all."""
+    fp8.triton_call = plain_cast
+    current = [OperandUse(axis, Operand("fp8_e4m3")) for axis in (-1, -2)]
+    x = jax.random.normal(jax.random.key(14), (2, 256, 256))
+    for uses in (current, delayed_uses(jnp.array([20.0, 7.0]))):
+
+        def quantize(x, uses=uses):
+            return fp8.quantize_fp8(x, uses)
+
+        with use_target(Target("cuda", "sm_90")):
+            wanted = jax.jit(quantize)(x)
+            assert uses is current or wanted[0].amax == wanted[1].amax == jnp.max(jnp.abs(x))
+            for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
+                check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+
+
+def check_computed_cast(mesh) -> None:
+    """As `check_computed`."""
+    fp8_computed.triton_call = plain_computed_cast
+    keys = iter(jax.random.split(jax.random.key(15), 3))
+    first, second, plain = (jax.random.normal(next(keys), (256, n), jnp.bfloat16) for n in (128, 64, 64))
+    product, gradient = (Product(t, (jnp.array([0.5]), jnp.array([2.0]))) for t in (first, second))
+
+    def quantize(x):
+        return fp8_computed.quantize_fp8_computed(x, *delayed_uses(jnp.array([20.0, 7.0])))
+
+    for x in (normed(plain, Norm(jnp.arange(64.0), 1e-5)), Gated(product), GatedGradient(product, gradient)):
+        with use_target(Target("cuda", "sm_90")):
+            wanted = jax.jit(quantize)(x)
+            for spec in (P("a"), P(("a", "b"))):
+
+                def place(t, spec=spec):
+                    return jax.device_put(t, NamedSharding(mesh, spec if t.shape[0] == 256 else P()))
+
+                compiled = jax.jit(quantize).lower(jax.tree.map(place, x)).compile()
+                got = compiled(jax.tree.map(place, x))
+                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+                    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+                assert "all-gather" not in compiled.as_text(), spec
+                assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
 multiply_on_one = jax.jit(plain_product, static_argnums=(4, 5))

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 import mxjax
-from mxjax.kernels.quantize import block16
+from mxjax.kernels.quantize import block16, fp8_computed
 from mxjax.kernels.quantize.hopper import quantize_normed_kernel
 from mxjax.numerics.array import float4_codes, pack_codes
 from mxjax.numerics.formats import E2M1
@@ -143,3 +143,29 @@ def plain_gradients(q, k, v, out, lse, dout, target, first_key=None, sinks=None)
     if sinks is None:
         return gradients
     return *gradients, -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=-1)
+
+
+def plain_cast(kernel, x, rows, columns, *, out, **constants):
+    """Casts as the kernel does, by jax.numpy, with the largest magnitude of all for every tile."""
+    del kernel
+    x, written = x.astype(jnp.float32), []
+    for name, t, factor in (("ROW", x, rows), ("COLUMN", x.swapaxes(1, 2), columns)):
+        dtype = jnp.float8_e5m2 if constants[f"{name}_E5M2"] else jnp.float8_e4m3fn
+        elements = (t * factor[:, None, None]).astype(dtype)
+        written.append(lax.bitcast_convert_type(elements.reshape(*t.shape[:2], -1, 4), jnp.int32))
+    amax = lax.bitcast_convert_type(jnp.max(jnp.abs(x), (1, 2), keepdims=True), jnp.int32)
+    return [*written, jnp.broadcast_to(amax, out[2].shape) if constants["MAXIMA"] else amax]
+
+
+def plain_computed_cast(kernel, *arrays, out, **constants):
+    """Casts what the kernel computes, by jax.numpy."""
+    *arrays, rows, columns = arrays
+    if kernel is fp8_computed.KERNELS["normed"]:
+        values = Normed(arrays[0], arrays[1], jnp.broadcast_to(arrays[2], arrays[0].shape)).value()
+    else:
+        products = [
+            arrays[i] * arrays[i + 1][:, None, None].astype(jnp.bfloat16) for i in range(0, len(arrays), 2)
+        ]
+        kind = Gated if len(products) == 1 else GatedGradient
+        values = kind(*map(Product, products)).value()
+    return plain_cast(kernel, values, rows, columns, out=out, **constants)

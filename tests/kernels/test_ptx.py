@@ -52,6 +52,10 @@ def allowed(kernel: str, target: str) -> set[str]:
             return {*GATHERED[target], FP8[target], TO_BFLOAT16}
         case "carry_kernel" | "cast_kernel":
             return ENCODE_FP8
+        case "cast_normed_kernel":
+            return {*ENCODE_FP8, TO_BFLOAT16, "cvt.rn.bf16.f32"}
+        case "cast_gated_kernel" | "cast_gated_gradient_kernel":
+            return {*ENCODE_FP8, TO_BFLOAT16, "ex2.approx.f32", "div.full.f32"}
         case "quantize_kernel":
             return HOPPER_PAIRS if target == "sm_90" else ENCODE_FP4
         case "quantize_pairs_kernel":

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 
 import mxjax
 from models import decoder
+from models.gemms import linear_layers
 from mxjax.kernels import lowering
 from mxjax.kernels.call_message import MachineCode
+from mxjax.numerics.delayed import Scales
 from mxjax.runtime.devices import Target, use_target
 from support.llamas import SMALL, layer_policies
 from support.programs import lower_dot, targets_of
+from training.delayed import is_delayed
 
 IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None)
 
@@ -27,10 +30,12 @@ IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", N
 def lower_llama(target: Target, policy: str, implementation: str | None) -> str:
     """Returns the program of a small Llama's loss and its gradients."""
     policies = layer_policies(SMALL, policy)
+    scales = Scales(*[jnp.ones(SMALL.n_layers)] * 3)
+    slots = dict.fromkeys(linear_layers(SMALL), scales) if is_delayed(policies) else None
 
     def loss(params, batch, key):
         return decoder.mean_loss(
-            SMALL, params, batch, policies=policies, key=key, implementation=implementation
+            SMALL, params, batch, policies=policies, key=key, implementation=implementation, slots=slots
         )
 
     batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))

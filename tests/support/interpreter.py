@@ -50,7 +50,7 @@ def reduce_slices() -> None:
 
 
 def convert_exactly() -> None:
-    """Makes conversions from FP8 exact, also of operands of `tl.dot`."""
+    """Makes conversions from FP8 exact, also of operands of `tl.dot`, and rounds to nearest to bfloat16."""
     if not hasattr(interpreter._convert_float, "__wrapped__"):
         interpreter._convert_float = _by_ml_dtypes(interpreter._convert_float)
 
@@ -80,12 +80,14 @@ def _by_slices(generic_reduce):
 
 
 def _by_ml_dtypes(convert):
-    """Returns `_convert_float` with ml_dtypes' conversions from FP8 to wider floats."""
+    """Returns `_convert_float` with ml_dtypes' conversions from FP8 to wider floats, and to bfloat16."""
     fp8 = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
     wider = {tl.float16: np.float16, tl.bfloat16: ml_dtypes.bfloat16, tl.float32: np.float32}
 
     @functools.wraps(convert)
     def exact(values, input_dtype, output_dtype, rounding_mode):
+        if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):  # Triton's truncates
+            return values.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
         if input_dtype not in fp8 or output_dtype not in wider:
             return convert(values, input_dtype, output_dtype, rounding_mode)
         bits = f"uint{output_dtype.primitive_bitwidth}"

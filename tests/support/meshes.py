@@ -27,6 +27,7 @@ from models.configs import DecoderConfig
 from models.documents import Documents
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
+from training.delayed import is_delayed, scales_of, with_histories, without_histories
 from training.memory import step_memory
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
@@ -70,7 +71,8 @@ class OnMesh:
         rules.append(("head", mxjax.get_policy(head)))
         self.policies = policies = decoder.layer_policies(model, mxjax.get_policy(policy), rules)
         config = OptimizerConfig(lr=0.3, eps=1.0, warmup_steps=1)  # as SGD: Adam enlarges small differences
-        optimizer, schedule = make_optimizer(config), learning_rate(config, 10)
+        optimizer = with_histories(make_optimizer(config), model, [policies], policies)
+        schedule = learning_rate(config, 10)
         self.mesh = mesh_of(shape)
 
         options = {
@@ -81,11 +83,12 @@ class OnMesh:
             "documents": documents,
         }
 
-        def loss(params, batch, key):
-            return decoder.mean_loss(model, params, batch, key=key, **options)
+        def loss(params, batch, key, scales=None):
+            return decoder.mean_loss(model, params, batch, key=key, slots=scales, **options)
 
         def losses(params, batch, key):
-            return decoder.losses(model, params, batch, key=key, **options)
+            current = options | {"policies": without_histories(policies)}
+            return decoder.losses(model, params, batch, key=key, **current)
 
         parameter_sharding.check_shards(self.mesh.shape, model, policies)
         with jax.set_mesh(self.mesh):
@@ -98,6 +101,7 @@ class OnMesh:
             accumulate=accumulate,
             shardings=self.shardings,
             keeps_finite=keeps_finite(config),
+            scales_of=functools.partial(scales_of, model=model) if is_delayed(policies) else None,
         )
         self.step = ScheduledStep(self.program, schedule)
         self.eval_step = on_mesh(self.mesh, make_eval_step(losses))

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import mxjax
+from mxjax.numerics.delayed import Scales
+from mxjax.recipes import as_policy
 from mxjax.runtime.devices import Target, use_target
 
 
@@ -46,7 +48,8 @@ def run_compiled(script, *arguments, text=None, **environment):
 
 def dot_and_gradients(policy, x, w, dy, key, implementation=None):
     """Returns `mxjax.dot(x, w)` and the gradients of x and w."""
-    dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation)
+    scales = Scales(*[jnp.float32(1)] * 3) if as_policy(policy).delayed else None
+    dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation, scales=scales)
     y, vjp = jax.vjp(dot, x, w)
     return y, *vjp(dy)
 

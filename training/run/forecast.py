@@ -23,6 +23,7 @@ from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat
 from training.config import Config
 from training.data.load import documents_of, load_data
+from training.delayed import with_histories
 from training.memory import Memory, gib, memory_there_is
 from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
@@ -68,6 +69,7 @@ class Forecast(NamedTuple):
         fill = functools.partial(as_stored, config=config, size=filled)
         deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
         optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
+        optimizer = with_histories(optimizer, self.model, layers, layers[0])
         shapes = abstract_state(self.model, optimizer, mesh, fill)._replace(frozen=frozen_shapes(config))
         found = (memory_of_run(config, self.model, each, shapes, sizes, self.documents) for each in layers)
         return max(found, key=lambda memory: memory.total)

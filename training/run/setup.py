@@ -31,6 +31,7 @@ from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
+from training.delayed import check_delayed
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
@@ -223,6 +224,7 @@ def check_computation(config: Config, model: DecoderConfig, phases: Sequence[Pha
     owners = parse_mesh(config.mesh, None)["expert"]
     for phase in phases:
         check_implementations(phase.layers.policies, config.precision.implementation)
+        check_delayed(model, phase.layers)
         check_policies(model, phase.layers, config.precision.implementation, owners)
         check_traffic(config.expert_traffic, phase.layers, owners)
         check_remat(config.remat, phase.layers.policies, config.precision.implementation)

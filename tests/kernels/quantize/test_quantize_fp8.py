@@ -68,9 +68,37 @@ def test_ties_and_every_code(on_hopper):
     check(jnp.asarray(x.reshape(16, 32)), (ROWS, COLUMNS))
 
 
+@pytest.mark.parametrize("maxima", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_builds_name_what_the_kernel_writes(on_hopper, dtype):
-    assert run_build(cast_build((208, 144), dtype)) == {}
+def test_builds_name_what_the_kernel_writes(on_hopper, dtype, maxima):
+    assert run_build(cast_build((208, 144), dtype, maxima)) == {}
+
+
+def check_delayed(x):
+    """Checks both orientations by delayed scales, and x's largest magnitude, beside the definitions."""
+    delayed = [dataclasses.replace(operand, scaling="delayed") for operand in (E4M3, E5M2)]
+
+    def uses(scales):
+        return [OperandUse(-1 - i, delayed[i], scale=scales[i]) for i in range(2)]
+
+    scales = jnp.array([3.0, 0.7], jnp.float32)
+    got = jax.jit(lambda x, scales: quantize_fp8(x, uses(scales)))(x, scales)
+    amax = jnp.max(jnp.abs(x.astype(jnp.float32)))
+    assert_equal(got, [dataclasses.replace(fp8_by_definition(x, use), amax=amax) for use in uses(scales)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((128, 64), "bfloat16"), ((208, 144), "float32"), ((2, 48, 16), "float16"), ((272, 80), "bfloat16")],
+)
+def test_delayed_scales_and_the_largest_magnitude_in_one_read(on_hopper, shape, dtype):
+    check_delayed(draw(shape, dtype))
+
+
+@pytest.mark.parametrize("value", [-9.0, 0.0, np.nan, np.inf, -np.inf, 1e-38, -3e38])
+def test_special_values_with_delayed_scales(on_hopper, value):
+    """Infinity saturates and NaN stays alone, where a current scale makes the tensor NaN."""
+    check_delayed(jnp.full((48, 80), 0.5).at[47, 79].set(value))
 
 
 def test_each_mapped_call_has_its_own_scale(on_hopper):

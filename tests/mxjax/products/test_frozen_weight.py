@@ -12,6 +12,7 @@ from support.dots import assert_same, inputs
 
 import mxjax
 from examples import lora
+from mxjax.policy.policy import with_current_scales
 from mxjax.products.dot import warn_of_two_roundings
 
 X, W, DY = inputs()
@@ -76,7 +77,7 @@ def test_other_grids_of_4_bits_are_warned_of(q, policy, grids):
 @pytest.mark.parametrize("name", sorted(mxjax.policies()))
 def test_a_weight_made_as_advised_is_not_warned_of(name):
     policy = mxjax.get_policy(name)
-    q = mxjax.quantize(W, policy.fprop.rhs, axis=0, key=jax.random.key(0))
+    q = mxjax.quantize(W, with_current_scales(policy).fprop.rhs, axis=0, key=jax.random.key(0))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         warn_of_two_roundings(q, policy)

@@ -19,6 +19,7 @@ from mxjax.operands.product import contract, contract_by_halves
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.products import implementations
+from mxjax.products import multiply as multiply_module
 from mxjax.products.implementations import compiler_options, implementations_of
 from mxjax.products.prepare import prepare
 from mxjax.runtime.devices import Target, use_target
@@ -330,3 +331,29 @@ def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
         layout = Layout(P("fsdp", "tensor"), P(None, "tensor"), whole_sums=tensor == 1)
         with jax.sharding.use_abstract_mesh(mesh):
             assert dot(jnp.bfloat16, "bf16", layout, 2)[1] == whole
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_fp8_tensors_on_gpus_leave_their_scales_to_what_reads_a_product_in_bfloat16(monkeypatch, dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 32, 64), jnp.bfloat16)
+    w = 0.02 * jax.random.normal(jax.random.key(1), (64, 48))
+    dy = 1e-4 * jax.random.normal(jax.random.key(2), (2, 32, 48), dtype)
+
+    def products():
+        def dot(x, w):
+            return mxjax.dot(x, w, policy="fp8", implementation="fp8_carriers", preferred_element_type=dtype)
+
+        y, vjp = jax.vjp(dot, x, w)
+        return y, *vjp(dy)
+
+    wanted = products()
+    jax.clear_caches()  # of traces on a CPU
+    monkeypatch.setattr(multiply_module, "on_gpu", lambda: True)
+    text = str(jax.make_jaxpr(products)())
+    wide = {jnp.bfloat16: 1, jnp.float32: 2}[dtype]  # Wgrad and maybe Fprop; dx has x's dtype
+    assert text.count("preferred_element_type=bfloat16") == 3 - wide
+    for a, b in zip(products(), wanted, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 3.2e-3 * np.linalg.norm(b)
+        assert abs(np.vdot(a, b) / np.vdot(b, b) - 1) < 3e-4  # rounded scales would be 0.2 % off
+    jax.clear_caches()
