@@ -205,3 +205,21 @@ def _qwix(qtype: str, gradient: str, more: dict[str, Any], x, w):
     rule = qwix.QtRule(module_path=".*", weight_qtype=qtype, act_qtype=qtype, bwd_qtype=gradient, **more)
     dense = nn.Dense(w.shape[1], use_bias=False, dtype=jnp.bfloat16)
     return qwix.quantize_model(dense, qwix.QtProvider([rule])).apply({"params": {"kernel": w}}, x)
+
+
+def grouped_by_torch(x: tuple[int, ...], w: tuple[int, ...], sizes: np.ndarray) -> Checked:
+    """Returns the three products by PyTorch of random tensors of these shapes, with the casts of w and dw."""
+    import torch
+
+    (m, _), (g, k, n) = x, w
+    ends = torch.tensor(np.cumsum(sizes), device="cuda", dtype=torch.int32)
+    x_, dy = (torch.randn(m, width, device="cuda", dtype=torch.bfloat16) for width in (k, n))
+    w_ = torch.randn(g, k, n, device="cuda")
+
+    def run():
+        w16 = w_.bfloat16()
+        y = torch._grouped_mm(x_, w16, offs=ends)
+        dx = torch._grouped_mm(dy, w16.transpose(1, 2), offs=ends)
+        return y, dx, torch._grouped_mm(x_.T, dy, offs=ends).float()
+
+    return Checked(run, wait=lambda _: torch.cuda.synchronize())

@@ -6,6 +6,8 @@ and KIND_outputs computes the outputs for any inputs. A build's record names the
 must not depend on the code that they check.
 """
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 
@@ -30,10 +32,15 @@ def gemm_inputs(*, batch: int, m: int, n: int, k: int, shuffled: bool, **_: obje
     float32 result may differ from the exact one by k * 2**-24 * (|lhs| @ |rhs|.T), and a bfloat16 result by
     another 2**-8 * |exact|. A scale byte of 255 makes its row or column NaN.
     """
+    return _draw_operands((batch, m), (batch, n), k, shuffled)
+
+
+def _draw_operands(lhs: tuple[int, int], rhs: tuple[int, int], k: int, shuffled: bool) -> Arrays:
+    """Draws packed operands of [batch, rows] and k columns."""
     rng, arrays = np.random.default_rng(0), {}
-    for side, rows in (("lhs", m), ("rhs", n)):
-        arrays[side] = rng.integers(0, 256, (batch, rows, k // 2), np.uint8)
-        scales = rng.integers(126, 129, (batch, rows, k // BLOCK), np.uint8)
+    for side, shape in (("lhs", lhs), ("rhs", rhs)):
+        arrays[side] = rng.integers(0, 256, (*shape, k // 2), np.uint8)
+        scales = rng.integers(126, 129, (*shape, k // BLOCK), np.uint8)
         arrays[f"{side}_scales"] = shuffle(scales) if shuffled else scales
     return arrays
 
@@ -42,11 +49,69 @@ def gemm_outputs(
     inputs: Arrays, *, m: int, n: int, k: int, dtype: str, shuffled: bool, **_: object
 ) -> Arrays:
     """Computes out [batch, m, n] = lhs @ rhs.T."""
+    return {"out": _product(*_values(inputs, m, n, k, shuffled)).astype(dtype)}
+
+
+def _values(inputs: Arrays, m: int, n: int, k: int, shuffled: bool) -> list[np.ndarray]:
+    """Returns the values of both operands, [batch, rows, k]."""
     values = []
     for side, rows in (("lhs", m), ("rhs", n)):
         scales = inputs[f"{side}_scales"]
         values.append(decode(inputs[side], unshuffle(scales, rows, k // BLOCK) if shuffled else scales))
-    return {"out": _product(*values).astype(dtype)}
+    return values
+
+
+def grouped_rows_inputs(
+    *, m: int, n: int, k: int, sizes: list[int], rows: int, run: int, shuffled: bool, **_: object
+) -> Arrays:
+    """Draws what `gemm_inputs` does: lhs [1, m, k], rhs [g, n, k] of experts, and where their rows are."""
+    starts = _starts(sizes, run)
+    experts = np.searchsorted(starts[1:], np.arange(m // run), side="right").astype(np.int32)
+    ends = np.array([*np.cumsum([0, *sizes]), rows], np.int32)
+    places = {"experts": experts, "starts": starts, "ends": ends}
+    return _draw_operands((1, m), (len(sizes), n), k, shuffled) | places
+
+
+def _starts(sizes: list[int], run: int) -> np.ndarray:
+    """Returns the first run of each expert of so many rows, and the end of the last."""
+    return np.cumsum([0, *(-(-size // run) for size in sizes)], dtype=np.int32)
+
+
+def grouped_rows_outputs(
+    inputs: Arrays,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    sizes: list[int],
+    rows: int,
+    run: int,
+    dtype: str,
+    shuffled: bool,
+) -> Arrays:
+    """Computes out [rows, n], each expert's rows of lhs times the transpose of its rhs; others are zero."""
+    (lhs,), rhs = _values(inputs, m, n, k, shuffled)
+    out = np.zeros((rows, n))
+    for expert, size in enumerate(sizes):
+        first, row = run * inputs["starts"][expert], inputs["ends"][expert]
+        out[row : row + size] = _product(lhs[first : first + size], rhs[expert])
+    return {"out": out.astype(dtype)}
+
+
+def grouped_sums_inputs(
+    *, m: int, n: int, k: int, sizes: list[int], run: int, shuffled: bool, **_: object
+) -> Arrays:
+    """Draws what `gemm_inputs` does, of one batch, and the first run of columns of each expert."""
+    return _draw_operands((1, m), (1, n), k, shuffled) | {"starts": _starts(sizes, run)}
+
+
+def grouped_sums_outputs(
+    inputs: Arrays, *, m: int, n: int, k: int, run: int, dtype: str, shuffled: bool, **_: object
+) -> Arrays:
+    """Computes out [g, m, n], for each expert lhs @ rhs.T over its runs of columns."""
+    (lhs,), (rhs,) = _values(inputs, m, n, k, shuffled)
+    parts = [slice(*ends) for ends in itertools.pairwise(run * inputs["starts"])]
+    return {"out": np.stack([_product(lhs[:, part], rhs[:, part]) for part in parts]).astype(dtype)}
 
 
 def _product(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:

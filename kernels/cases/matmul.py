@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from mxjax.kernels.cases import shapes
 from mxjax.kernels.cases.builds import Argument, Build, Expected
 from mxjax.kernels.launch import ceil_div
-from mxjax.kernels.matmul import carry, correct
+from mxjax.kernels.matmul import carry, correct, grouped
 from mxjax.kernels.matmul import lost_rows as sift
 from mxjax.kernels.matmul.correct_kernel import correct_kernel
 from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
+from mxjax.kernels.matmul.grouped_kernel import grouped_rows_kernel, grouped_sums_kernel
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
 from mxjax.numerics.formats import BLOCK, E4M3
 from mxjax.operands.carriers import CARRIER_DTYPES, Carrier
@@ -44,6 +45,7 @@ def builds(target: Target) -> list[Build]:
         wanted += _carries(target)
         wanted += [_sift(*size) for size in sizes if carry.rows_and_parts(size[0].k // 32)[1] == 1]
     wanted += [build_gemm(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
+    wanted += _grouped_builds(target)
     return list({build.name: build for build in wanted}.values())
 
 
@@ -78,28 +80,124 @@ def _steps(tiles: Tiles) -> int:
 def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
     """Returns the build of a GEMM, with the tiles that its shape chooses if `tiles` is None."""
     _, m, n, k, batch = shape
-    name = f"gemm_{batch}x{m}x{n}x{k}_{dtype}" + (f"_tile{tiles.m}x{tiles.n}" if tiles else "")
-    tiles = tiles or choose_tiles(m, n, k, batch, target)
-    shuffle = functools.partial(shuffle_scales, target=target)
-    x_scales, y_scales = (
-        jax.eval_shape(shuffle, jax.ShapeDtypeStruct((batch, rows, k // 32), jnp.uint8)) for rows in (m, n)
+    return _build_product(
+        Expected("gemm", {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}),
+        gemm_kernel,
+        (f"gemm_{batch}x{m}x{n}x{k}_{dtype}", tiles or choose_tiles(m, n, k, batch, target), tiles is None),
+        {"lhs": batch, "rhs": batch, "out": (batch, m, n)},
+        {},
+        {},
+        "lhs @ rhs.T, summed in float32",
+        target,
     )
-    constants = constants_of(m, n, k, tiles, target)
-    scales = _SHUFFLED if constants["SHUFFLED"] else _SCALES
-    sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
+
+
+def _grouped_builds(target: Target) -> list[Build]:
+    """Returns grouped GEMMs with every tile of the target, and those of the experts of Mixtral 8x7B.
+
+    Of the small ones' experts one has no rows, and one so many that its sums pass the loop four times.
+    """
+    found, run = [], grouped.RUN
+    for tiles in TILES[table_of(target)]:
+        _, m, n, k, _ = _small(tiles)
+        found.append(_grouped_rows((run - 9, 0, 57), run + 100, n, k, target, tiles))
+        found.append(_grouped_sums((_steps(tiles) * tiles.k - 9, 0, 1), m, n, target, tiles))
+    rows = shapes.EXPERT_ROWS
+    sizes = (rows // shapes.EXPERTS,) * shapes.EXPERTS
+    d_in, d_out = shapes.EXPERT
+    found += [_grouped_rows(sizes, rows, *widths, target) for widths in ((d_out, d_in), (d_in, d_out))]
+    return [*found, _grouped_sums(sizes, d_in, d_out, target)]
+
+
+_EXPERTS = "the expert of each run of RUN rows, g for none"
+_STARTS = "the first run of each expert, then the end of the last"
+_ENDS = "0, the end of each expert's rows, and the number of rows"
+
+
+def _grouped_rows(
+    sizes: tuple[int, ...], rows: int, n: int, k: int, target: Target, tiles: Tiles | None = None
+) -> Build:
+    """Returns the build of rows times their experts' matrices, of experts with so many of the rows."""
+    groups, m = len(sizes), _filled(sizes, rows)
+    name = f"grouped_rows_{groups}x{rows}x{n}x{k}"
+    places = {
+        "experts": Argument((m // grouped.RUN,), "int32", meaning=_EXPERTS),
+        "starts": Argument((groups + 1,), "int32", meaning=_STARTS),
+        "ends": Argument((groups + 2,), "int32", meaning=_ENDS),
+    }
+    arguments = {"m": m, "n": n, "k": k, "sizes": sizes, "rows": rows, "run": grouped.RUN}
+    return _build_product(
+        Expected("grouped_rows", arguments | {"dtype": "bfloat16"}),
+        grouped_rows_kernel,
+        (name, tiles or choose_tiles(m, n, k, 1, target), tiles is None),
+        {"lhs": 1, "rhs": groups, "out": (rows, n)},
+        places,
+        {"GROUPS": groups, "RUN": grouped.RUN},
+        "each expert's rows of lhs times the transpose of its rhs, summed in float32; zeros for no expert's",
+        target,
+    )
+
+
+def _grouped_sums(
+    sizes: tuple[int, ...], m: int, n: int, target: Target, tiles: Tiles | None = None
+) -> Build:
+    """Returns the build of sums over experts' columns, of experts with so many of them."""
+    groups, k = len(sizes), _filled(sizes, sum(sizes))
+    arguments = {"m": m, "n": n, "k": k, "sizes": sizes, "run": grouped.RUN, "dtype": "float32"}
+    name = f"grouped_sums_{groups}x{m}x{n}x{k}"
+    return _build_product(
+        Expected("grouped_sums", arguments),
+        grouped_sums_kernel,
+        (name, tiles or choose_tiles(m, n, k, groups, target), tiles is None),
+        {"lhs": 1, "rhs": 1, "out": (groups, m, n)},
+        {"starts": Argument((groups + 1,), "int32", meaning=_STARTS)},
+        {"RUN": grouped.RUN},
+        "of each expert lhs @ rhs.T over its runs of columns, summed in float32",
+        target,
+    )
+
+
+def _filled(sizes: tuple[int, ...], rows: int) -> int:
+    """Returns the rows in runs of experts with so many of the rows, and of none with the rest."""
+    return grouped.RUN * sum(ceil_div(size, grouped.RUN) for size in (*sizes, rows - sum(sizes)))
+
+
+def _build_product(
+    expected: Expected,
+    kernel,
+    tiled: tuple[str, Tiles, bool],
+    shape: dict,
+    more: dict[str, Argument],
+    constants: dict[str, int],
+    result: str,
+    target: Target,
+) -> Build:
+    """Returns the build of a product of packed operands.
+
+    Args:
+      tiled: the name without tiles, the tiles, and whether the shape chooses them.
+      shape: the batches of lhs and rhs, and the shape of out.
+      more, constants: the kernel's arguments after the operands, and those that the dense kernel lacks.
+    """
+    (name, tiles, chosen), sizes = tiled, expected.arguments
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    constants = constants_of(m, n, k, tiles, target) | constants
+    signature = {}
+    for side, rows in (("lhs", m), ("rhs", n)):
+        scales = jax.ShapeDtypeStruct((shape[side], rows, k // 32), jnp.uint8)
+        scales = jax.eval_shape(functools.partial(shuffle_scales, target=target), scales)
+        signature[side] = Argument((shape[side], rows, k // 2), "uint8", meaning=_ELEMENTS)
+        meaning = _SHUFFLED if constants["SHUFFLED"] else _SCALES
+        signature[f"{side}_scales"] = Argument(scales.shape, "uint8", meaning=meaning)
+    out = Argument(shape["out"], sizes["dtype"], "output", result)
+    batch = shape["out"][0] if len(shape["out"]) == 3 else 1
     return Build(
-        name=name,
-        kernel=gemm_kernel,
-        signature={
-            "lhs": Argument((batch, m, k // 2), "uint8", meaning=_ELEMENTS),
-            "lhs_scales": Argument(x_scales.shape, "uint8", meaning=scales),
-            "rhs": Argument((batch, n, k // 2), "uint8", meaning=_ELEMENTS),
-            "rhs_scales": Argument(y_scales.shape, "uint8", meaning=scales),
-            "out": Argument((batch, m, n), dtype, "output", "lhs @ rhs.T, summed in float32"),
-        },
+        name=name if chosen else f"{name}_tile{tiles.m}x{tiles.n}",
+        kernel=kernel,
+        signature={**signature, **more, "out": out},
         constants=constants,
         grid=grid_of(m, n, batch, tiles),
-        expected=Expected("gemm", sizes | {"shuffled": bool(constants["SHUFFLED"])}),
+        expected=expected._replace(arguments=sizes | {"shuffled": bool(constants["SHUFFLED"])}),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         options=options_of(tiles, target),

@@ -16,6 +16,9 @@ LINEARS = {
     "mlp.down": (14336, 4096),
 }
 TOKENS = (8192, 16384)
+EXPERT, EXPERTS, EXPERT_ROWS = (4096, 14336), 8, 32768
+"""(d_in, d_out) of an expert of Mixtral 8x7B (arXiv 2401.04088), their number, and the rows of all: two
+experts for each of 16,384 tokens."""
 
 
 class GemmShape(NamedTuple):

@@ -12,7 +12,10 @@ def accumulate_tile(
     rhs_scales,
     tile_m,
     tile_n,
-    batch,
+    lhs_batch,
+    rhs_batch,
+    first,
+    steps,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -21,7 +24,11 @@ def accumulate_tile(
     BLOCK_K: tl.constexpr,
     SHUFFLED: tl.constexpr,
 ):
-    """Returns one tile of lhs[b] @ rhs[b].T in float32; rows and columns past the end are undefined."""
+    """Returns a tile of lhs[lhs_batch] @ rhs[rhs_batch].T in float32; what is past the end is undefined.
+
+    It is summed over `steps` steps of BLOCK_K from step `first`, an even one; or over all of K if `steps` is
+    None and `first` 0.
+    """
     x_rows = _rows_of(tile_m, M, BLOCK_M)
     y_rows = _rows_of(tile_n, N, BLOCK_N)
     packed = tl.arange(0, BLOCK_K // 2)
@@ -29,23 +36,24 @@ def accumulate_tile(
     x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
     # Only transposed offsets, not a transposed tile, avoid bank conflicts in LDS.
     y_offsets = y_rows[None, :] * (K // 2) + packed[:, None]
-    lhs += _start(batch, tile_m, M, K // 2, BLOCK_M)
-    rhs += _start(batch, tile_n, N, K // 2, BLOCK_N)
+    lhs += _start(lhs_batch, tile_m, M, K // 2, BLOCK_M) + first * (BLOCK_K // 2)
+    rhs += _start(rhs_batch, tile_n, N, K // 2, BLOCK_N) + first * (BLOCK_K // 2)
     if SHUFFLED:
         # Triton 3.6's tl.cdiv returns no constexpr.
         X_STEP: tl.constexpr = (M + 255) // 256 * 2048
         Y_STEP: tl.constexpr = (N + 255) // 256 * 2048
         x_scale_offsets = tl.arange(0, BLOCK_M * 8)
         y_scale_offsets = tl.arange(0, BLOCK_N * 8)
-        lhs_scales += batch * (tl.cdiv(K, 256) * X_STEP) + tile_m * (BLOCK_M * 8)
-        rhs_scales += batch * (tl.cdiv(K, 256) * Y_STEP) + tile_n * (BLOCK_N * 8)
+        eights = first // (256 // BLOCK_K)
+        lhs_scales += (lhs_batch * tl.cdiv(K, 256) + eights) * X_STEP + tile_m * (BLOCK_M * 8)
+        rhs_scales += (rhs_batch * tl.cdiv(K, 256) + eights) * Y_STEP + tile_n * (BLOCK_N * 8)
     else:
         X_STEP: tl.constexpr = BLOCK_K // 32
         Y_STEP: tl.constexpr = BLOCK_K // 32
         x_scale_offsets = x_rows[:, None] * (K // 32) + blocks
         y_scale_offsets = y_rows[:, None] * (K // 32) + blocks
-        lhs_scales += _start(batch, tile_m, M, K // 32, BLOCK_M)
-        rhs_scales += _start(batch, tile_n, N, K // 32, BLOCK_N)
+        lhs_scales += _start(lhs_batch, tile_m, M, K // 32, BLOCK_M) + first * X_STEP
+        rhs_scales += _start(rhs_batch, tile_n, N, K // 32, BLOCK_N) + first * Y_STEP
 
     return _accumulate(
         lhs,
@@ -58,6 +66,7 @@ def accumulate_tile(
         y_scale_offsets,
         X_STEP,
         Y_STEP,
+        steps,
         K,
         BLOCK_M,
         BLOCK_N,
@@ -74,6 +83,8 @@ def accumulate_rows(
     rhs_scales,
     lhs_rows,
     rhs_rows,
+    first,
+    steps,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,21 +92,22 @@ def accumulate_rows(
 ):
     """Returns lhs[lhs_rows] @ rhs[rhs_rows].T in float32, of any BLOCK_M and BLOCK_N rows.
 
-    The rows are int64 if their offsets need it.
+    The rows are int64 if their offsets need it. `first` and `steps` are as in `accumulate_tile`.
     """
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     return _accumulate(
-        lhs,
+        lhs + first * (BLOCK_K // 2),
         lhs_rows[:, None] * (K // 2) + packed[None, :],
-        lhs_scales,
+        lhs_scales + first * (BLOCK_K // 32),
         lhs_rows[:, None] * (K // 32) + blocks,
-        rhs,
+        rhs + first * (BLOCK_K // 2),
         rhs_rows[None, :] * (K // 2) + packed[:, None],
-        rhs_scales,
+        rhs_scales + first * (BLOCK_K // 32),
         rhs_rows[:, None] * (K // 32) + blocks,
         BLOCK_K // 32,
         BLOCK_K // 32,
+        steps,
         K,
         BLOCK_M,
         BLOCK_N,
@@ -139,6 +151,34 @@ def accumulate_groups(
 
 
 @triton.jit
+def accumulate_values(
+    lhs,
+    rhs,
+    lhs_row,
+    rhs_row,
+    first,
+    steps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns a tile of lhs @ rhs.T in float32 of arrays in FP8 or bfloat16, by descriptors of their tiles.
+
+    It is summed over `steps` steps of BLOCK_K columns from column `first`. Hopper's FP8 units keep 13 bits of
+    a sum; here they sum BLOCK_K products before float32 takes over.
+
+    Args:
+      lhs_row, rhs_row: the tile's first rows in both arrays.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for column in range(first, first + steps * BLOCK_K, BLOCK_K):
+        x = lhs.load([lhs_row, column])
+        y = rhs.load([rhs_row, column]).T
+        acc = tl.dot(x, y, acc, max_num_imprecise_acc=BLOCK_K if x.dtype.is_fp8() else None)
+    return acc
+
+
+@triton.jit
 def _accumulate(
     lhs,
     x_offsets,
@@ -150,6 +190,7 @@ def _accumulate(
     y_scale_offsets,
     X_STEP: tl.constexpr,
     Y_STEP: tl.constexpr,
+    steps,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,13 +199,14 @@ def _accumulate(
 ):
     """Returns the product in float32 of the rows that the offsets name, summed over K in steps of BLOCK_K.
 
-    With SHUFFLED and steps of 128, which must divide K, two steps load the same scales and take half of them.
+    If `steps` is not None, it is summed over as many steps. With SHUFFLED and steps of 128, which must divide
+    K, two steps load the same scales and take half of them.
     """
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     HALVES: tl.constexpr = SHUFFLED and BLOCK_K == 128
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in range(K // BLOCK_K):
+    for i in range(K // BLOCK_K if steps is None else steps):
         if HALVES:
             pair = (i // 2).to(tl.int64)
             x_scales = _half(tl.load(lhs_scales + x_scale_offsets + pair * X_STEP), i % 2, BLOCK_M)
@@ -182,7 +224,7 @@ def _accumulate(
             rhs_scales += Y_STEP
 
     # The rest of K, with zero elements and scales of 1 past the end.
-    REST: tl.constexpr = K % BLOCK_K
+    REST: tl.constexpr = K % BLOCK_K if steps is None else 0
     if REST > 0:
         if SHUFFLED:
             x_scales = _unshuffle(tl.load(lhs_scales + x_scale_offsets), BLOCK_M, SHUFFLED)

@@ -54,35 +54,99 @@ def correct_kernel(
     has max(BLOCK_M, BLOCK_N) words a program for this kernel alone. The grid is (programs, batch), with any
     number of programs.
     """
+    batch = tl.program_id(1).to(tl.int64)
+    correct_part(
+        (lhs, lhs_scales, lhs_unit, lhs_lost, lhs_factors),
+        (batch * M, M, batch * (tl.cdiv(M, LHS_ROWS) * PARTS)),
+        (rhs, rhs_scales, rhs_unit, rhs_lost, rhs_factors),
+        (batch * N, N, batch * (tl.cdiv(N, RHS_ROWS) * PARTS)),
+        (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8),
+        out + batch * M * N,
+        scratch,
+        0,
+        None,
+        False,
+        K,
+        LHS_ROWS,
+        RHS_ROWS,
+        PARTS,
+        LARGE,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        FP8_N,
+    )
+
+
+@triton.jit
+def correct_part(
+    left,
+    left_part,
+    right,
+    right_part,
+    groups,
+    out,
+    scratch,
+    first_step,
+    steps,
+    SCALED: tl.constexpr,
+    K: tl.constexpr,
+    LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LARGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8_N: tl.constexpr,
+):
+    """Recomputes rows and columns of one product, as `correct_kernel` does those of a batch.
+
+    Args:
+      left, right: the operands with scales, units, flags and factors.
+      left_part, right_part: an operand's first row, its number of rows, and the word of the first one's flag.
+      groups: the operands in FP8, which is not read if GROUP is 0.
+      out: the product's first element.
+      first_step, steps: see `accumulate_rows`.
+      SCALED: whether the factors of rows and columns are in out; then they are not written.
+    """
+    lhs, lhs_scales, lhs_unit, lhs_lost, lhs_factors = left
+    rhs, rhs_scales, rhs_unit, rhs_lost, rhs_factors = right
+    lhs_first, M, lhs_word = left_part
+    rhs_first, N, rhs_word = right_part
     TILES_M, TILES_N = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     SLOTS: tl.constexpr = BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
-    batch = tl.program_id(1).to(tl.int64)
-    lhs_unit += batch * M
-    rhs_unit += batch * N
-    lhs_flags, rhs_flags = tl.cdiv(M, LHS_ROWS) * PARTS, tl.cdiv(N, RHS_ROWS) * PARTS
-    some = some_lost(lhs_lost, batch, lhs_flags) | some_lost(rhs_lost, batch, rhs_flags)
-    lhs_lost += batch * lhs_flags
-    rhs_lost += batch * rhs_flags
+    lhs_unit += lhs_first
+    rhs_unit += rhs_first
+    some = some_lost(lhs_lost, lhs_word, tl.cdiv(M, LHS_ROWS) * PARTS)
+    some |= some_lost(rhs_lost, rhs_word, tl.cdiv(N, RHS_ROWS) * PARTS)
+    lhs_lost += lhs_word
+    rhs_lost += rhs_word
     lost, of_columns = 0, 0
     if tl.max((some != 0).to(tl.int32), 0) > 0:
         lost = count_lost(lhs_lost, None, M, LHS_ROWS, PARTS)
         of_columns = tl.cdiv(count_lost(rhs_lost, None, N, RHS_ROWS, PARTS), BLOCK_N) * TILES_M
-    scratch += (batch * programs + program) * SLOTS
-    _write_factors(lhs_unit, lhs_factors + batch * M, M)
-    _write_factors(rhs_unit, rhs_factors + batch * N, N)
-    out += batch * M * N
+    scratch += (tl.program_id(1).to(tl.int64) * programs + program) * SLOTS
+    if not SCALED:
+        _write_factors(lhs_unit, lhs_factors + lhs_first, M)
+        _write_factors(rhs_unit, rhs_factors + rhs_first, N)
     if GROUP > 0:
-        lhs_far += batch * tl.cdiv(M, LHS_ROWS)
+        lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8 = groups
+        lhs_far += lhs_word
         if lost > 0:
             near = count_lost(lhs_lost, lhs_far, M, LHS_ROWS, PARTS)
             tiles = tl.cdiv(near, BLOCK_M) * tl.cdiv(N, FP8_N)
             first, count = _share_of(tiles, program, programs)
             for i in range(count):
                 _put_near_tile(
-                    lhs_grouped + batch * M * K,
-                    lhs_group_scales + batch * M * (K // GROUP),
-                    rhs_fp8 + batch * N * K,
+                    lhs_grouped + lhs_first * K,
+                    lhs_group_scales + lhs_first * (K // GROUP),
+                    rhs_fp8 + rhs_first * K,
+                    lhs_unit,
+                    rhs_unit,
                     lhs_lost,
                     lhs_far,
                     rhs_lost,
@@ -90,6 +154,7 @@ def correct_kernel(
                     scratch,
                     first + i,
                     i == 0,
+                    SCALED,
                     M,
                     N,
                     K,
@@ -105,10 +170,10 @@ def correct_kernel(
     first, count = _share_of(of_rows + of_columns, program, programs)
     for i in range(count):
         _put_far_tile(
-            lhs + batch * M * (K // 2),
-            lhs_scales + batch * M * (K // 32),
-            rhs + batch * N * (K // 2),
-            rhs_scales + batch * N * (K // 32),
+            lhs + lhs_first * (K // 2),
+            lhs_scales + lhs_first * (K // 32),
+            rhs + rhs_first * (K // 2),
+            rhs_scales + rhs_first * (K // 32),
             lhs_unit,
             rhs_unit,
             lhs_lost,
@@ -118,6 +183,9 @@ def correct_kernel(
             first + i,
             i == 0,
             of_rows,
+            first_step,
+            steps,
+            SCALED,
             M,
             N,
             K,
@@ -136,6 +204,8 @@ def _put_near_tile(
     x,
     x_scales,
     y,
+    x_unit,
+    y_unit,
     lost,
     far,
     columns_lost,
@@ -143,6 +213,7 @@ def _put_near_tile(
     scratch,
     tile,
     is_first,
+    SCALED: tl.constexpr,
     M,
     N,
     K: tl.constexpr,
@@ -166,6 +237,8 @@ def _put_near_tile(
     x_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
     y_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
     acc = accumulate_groups(x, x_scales, y, x_rows, y_rows, K, BLOCK_M, BLOCK_N, GROUP)
+    if SCALED:
+        acc = acc * _power_of_two(_exponents(x_unit, x_rows, y_unit, y_rows))
     is_lost = tl.load(columns_lost + y_rows // RHS_ROWS) >> (y_rows % RHS_ROWS).to(tl.uint32) & 1
     _store_tile(out, acc, rows, tl.where(is_lost > 0, N, columns), M, N, LARGE)
 
@@ -185,6 +258,9 @@ def _put_far_tile(
     tile,
     is_first,
     of_rows,
+    first_step,
+    steps,
+    SCALED: tl.constexpr,
     M,
     N,
     K: tl.constexpr,
@@ -214,10 +290,11 @@ def _put_far_tile(
     )
     lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
     rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
-    acc = accumulate_rows(lhs, lhs_scales, rhs, rhs_scales, lhs_rows, rhs_rows, K, BLOCK_M, BLOCK_N, BLOCK_K)
-    row_exponent = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
-    column_exponent = tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127
-    acc = acc * _power_of_two(-row_exponent[:, None] - column_exponent[None, :])
+    acc = accumulate_rows(
+        lhs, lhs_scales, rhs, rhs_scales, lhs_rows, rhs_rows, first_step, steps, K, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    if not SCALED:
+        acc = acc * _power_of_two(-_exponents(lhs_unit, lhs_rows, rhs_unit, rhs_rows))
     _store_tile(out, acc, rows, columns, M, N, LARGE)
 
 
@@ -280,6 +357,13 @@ def _write_factors(units, factors, LENGTH):
         row = start + tl.arange(0, WIDTH)
         exponent = tl.load(units + row, row < LENGTH, 127).to(tl.int32) - 127
         tl.store(factors + row, _power_of_two(exponent), row < LENGTH)
+
+
+@triton.jit
+def _exponents(lhs_unit, lhs_rows, rhs_unit, rhs_rows):
+    """Returns the exponents of the factors of rows and columns."""
+    of_rows = tl.load(lhs_unit + lhs_rows).to(tl.int32) - 127
+    return of_rows[:, None] + (tl.load(rhs_unit + rhs_rows).to(tl.int32) - 127)[None, :]
 
 
 @triton.jit

@@ -226,7 +226,7 @@ def gemm_kernel(
     With SHUFFLED, scales are in the order of `shuffle_scales` for gfx950, and BLOCK_K is 256, or 128 if that
     divides K.
     """
-    tile_m, tile_n = _tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
     acc = accumulate_tile(
         lhs,
@@ -236,6 +236,9 @@ def gemm_kernel(
         tile_m,
         tile_n,
         batch,
+        batch,
+        0,
+        None,
         M,
         N,
         K,
@@ -272,7 +275,7 @@ def store_tile(
 
 
 @triton.jit
-def _tile(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
+def tile_of(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, XCDS: tl.constexpr):
     """Returns a program's tile, in columns of GROUP_M tiles that share operands in the L2 cache.
 
     Neighbouring tiles run on one of XCDS dies.

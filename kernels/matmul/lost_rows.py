@@ -16,15 +16,15 @@ from mxjax.operands.carriers import Carried
 
 
 @triton.jit
-def some_lost(flags, batch, length):
-    """Returns 1024 words, of which one is not 0 if one of a batch's `length` flags is.
+def some_lost(flags, start, length):
+    """Returns 1024 words, of which one is not 0 if one of `length` flags from `start` on is.
 
     It may also be one of the three words before them: so loads are aligned, and all but the last have no
     mask, which makes them 16 bytes a thread.
     """
     WIDTH: tl.constexpr = 1024
     at = tl.arange(0, WIDTH)
-    first, end = batch * length // 4 * 4, (batch + 1) * length
+    first, end = start // 4 * 4, start + length
     rest = first + (end - first) // WIDTH * WIDTH
     some = tl.load(flags + rest + at, rest + at < end, 0)
     for start in tl.range(first, rest, WIDTH, loop_unroll_factor=4):
@@ -165,7 +165,6 @@ def sift_kernel(
     The inputs are y [v, M, N], lost_sum [v, M], read in lost rows, and the flags lost and far
     [v, ceil(M / FROM)]. A row's bound is its lost_sum times FACTOR. The grid is (ceil(M / ROWS), v).
     """
-    AT_ONCE: tl.constexpr = 64 // y.dtype.element_ty.primitive_bitwidth  # more of float32 have no registers
     v = tl.program_id(1).to(tl.int64)
     index = tl.arange(0, ROWS)
     row = tl.program_id(0) * ROWS + index
@@ -174,15 +173,29 @@ def sift_kernel(
     is_lost = (tl.load(lost + at, row < M, 0) >> bit) & 1
     if tl.max(is_lost.to(tl.int32), 0) > 0:
         bound = tl.load(lost_sum + v * M + row, is_lost > 0, 0.0) * FACTOR
-        least = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
-        for start in tl.range(0, N, WIDTH, loop_unroll_factor=AT_ONCE):
-            column = start + tl.arange(0, WIDTH)
-            wanted = (is_lost > 0)[:, None] & (column < N)[None, :]
-            element = tl.load(y + (v * M + row)[:, None] * N + column[None, :], wanted, float("inf"))
-            magnitude = tl.abs(element.to(tl.float32))
-            least = tl.minimum(least, tl.where(magnitude == magnitude, magnitude, 0))
-        is_lost &= (tl.min(least, 1) < bound).to(tl.uint32)
+        is_lost &= (least_of_rows(y, v * M + row, is_lost, None, N, ROWS, WIDTH) < bound).to(tl.uint32)
     place = v * tl.num_programs(0) + tl.program_id(0)
     tl.store(still_lost + place, tl.sum(is_lost << index.to(tl.uint32), 0).to(tl.uint32))
     is_far = is_lost & (tl.load(far + at, row < M, 0) >> bit)
     tl.store(still_far + place, tl.sum(is_far << index.to(tl.uint32), 0).to(tl.uint32))
+
+
+@triton.jit
+def least_of_rows(y, rows, is_lost, column_unit, N, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns the least magnitude in each of the rows of y [..., N] with a flag, 0 if one is NaN.
+
+    Args:
+      column_unit: unit bytes of the columns, by whose factors the elements are divided; None divides by none.
+    """
+    AT_ONCE: tl.constexpr = 64 // y.dtype.element_ty.primitive_bitwidth  # more of float32 have no registers
+    least = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
+    for start in tl.range(0, N, WIDTH, loop_unroll_factor=AT_ONCE):
+        column = start + tl.arange(0, WIDTH)
+        wanted = (is_lost > 0)[:, None] & (column < N)[None, :]
+        element = tl.load(y + rows[:, None] * N + column[None, :], wanted, float("inf"))
+        magnitude = tl.abs(element.to(tl.float32))
+        if column_unit is not None:
+            unit = tl.load(column_unit + column, column < N, 127).to(tl.int32)
+            magnitude *= ((254 - unit) << 23).to(tl.float32, bitcast=True)[None, :]
+        least = tl.minimum(least, tl.where(magnitude == magnitude, magnitude, 0))
+    return tl.min(least, 1)

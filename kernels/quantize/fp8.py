@@ -29,7 +29,7 @@ from mxjax.numerics.float_scales import divide, tensor_max
 from mxjax.numerics.formats import get_format
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
-from mxjax.runtime.devices import Target, current_target
+from mxjax.runtime.devices import Target
 
 UNIT = 16
 """Both axes are multiples of it: FP8 GEMMs need that, and words hold whole columns."""
@@ -73,7 +73,7 @@ def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[
     by_axis = {use.axis: jnp.dtype(get_format(use.operand.format).dtype).name for use in uses}
     rows, columns = both = by_axis.get(-1), by_axis.get(-2)
     v = math.prod(batch)
-    run = _caster((rows, columns), delayed, current_target())
+    run = _caster((rows, columns), delayed)
     given = (jnp.broadcast_to(factors.get(axis, jnp.float32(1)), (v,)) for axis in (-1, -2))
     written = run(x.reshape(v, r, c), *given)
     amax = lax.bitcast_convert_type(jnp.max(written.pop(), initial=0), jnp.float32) if delayed else None
@@ -102,13 +102,11 @@ def _scaled_now(
 
 
 @functools.cache
-def _caster(sides: Sides, maxima: bool, target: Target | None):
+def _caster(sides: Sides, maxima: bool):
     """Returns a function of x [v, r, c] and two factors [v], of rows and columns; vmap grows v.
 
-    With `maxima` the last result is the bits of x's largest magnitudes, int32 [v]. JAX caches the function's
-    trace, hence a separate function for each target.
+    With `maxima` the last result is the bits of x's largest magnitudes, int32 [v].
     """
-    del target
 
     def run(x, *factors):
         return _on_mesh(sides, maxima, x.shape)(x, *factors)

@@ -36,7 +36,7 @@ from mxjax.operands.computed import Computed, GatedGradient, Normed
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
-from mxjax.runtime.devices import Target, current_target
+from mxjax.runtime.devices import Target
 
 
 def takes_computed(rows: OperandUse, columns: OperandUse, target: Target | None, r: int, c: int) -> bool:
@@ -69,7 +69,7 @@ def quantize_fp8_computed(x: Computed, rows: OperandUse, columns: OperandUse) ->
     scales = [use.scale for use in (rows, columns)]
     assert scales[0] is not None
     assert scales[1] is not None
-    run = _caster(sides, kind, current_target())
+    run = _caster(sides, kind)
     *elements, maxima = run(*flat, *(jnp.broadcast_to(scale, (v,)) for scale in scales))
     amax = lax.bitcast_convert_type(jnp.max(maxima, initial=0), jnp.float32)
     return [
@@ -94,13 +94,11 @@ def _with_factor(product: Product) -> tuple[jax.Array, Float32[Array, "*batch"]]
 
 
 @functools.cache
-def _caster(sides: Sides, kind: ComputedKind, target: Target | None):
+def _caster(sides: Sides, kind: ComputedKind):
     """Returns a function of the arrays of a kind and two scales [v]; vmap grows v.
 
-    It returns the elements along rows and columns and the bits of the largest magnitudes [v]. JAX caches the
-    function's trace, hence a separate function for each target.
+    It returns the elements along rows and columns and the bits of the largest magnitudes [v].
     """
-    del target
 
     def run(*arrays):
         return _on_mesh(sides, kind, arrays[0].shape[1])(*arrays)

@@ -77,7 +77,7 @@ def quantize_pairs_kernel(
     for i in tl.static_range(GROUP):
         loaded = loaded + (load_words(x, i, R - r0, (C - c0) // 2, C // 2, GROUP, BLOCK_R, BLOCK_C, EXACT),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
-    _quantize_tile(
+    quantize_tile(
         loaded, out, place, random, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
     )
 
@@ -109,7 +109,7 @@ def quantize_normed_kernel(
         xs = load_words(x, i, rows, words, C // 2, GROUP, BLOCK_R, BLOCK_C, EXACT)
         loaded = loaded + (times_norm(xs, factor, columns),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
-    _quantize_tile(
+    quantize_tile(
         loaded, out, place, None, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
     )
 
@@ -142,7 +142,7 @@ def quantize_gated_kernel(
         u = load_words(gate + C // 2, i, rows, words, C, GROUP, BLOCK_R, BLOCK_C, EXACT)
         loaded = loaded + (silu_up(g, u, row, gate_column, up_column),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
-    _quantize_tile(
+    quantize_tile(
         loaded, out, place, None, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
     )
 
@@ -181,7 +181,7 @@ def quantize_gated_gradient_kernel(
         loaded = _load_gradient(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT, False)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, of_up * C + c0)
     end = of_up * C + C
-    _quantize_tile(
+    quantize_tile(
         loaded, out, place, None, R, 2 * C, end, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
     )
 
@@ -210,7 +210,7 @@ def _load_gradient(
 
 
 @triton.jit
-def _quantize_tile(
+def quantize_tile(
     loaded, out, place, random, R, C: tl.constexpr, c_end, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr,
 ):  # fmt: skip

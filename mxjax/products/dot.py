@@ -96,12 +96,12 @@ def dot(
     check_floating(x, w, preferred_element_type)
     check_key(policy, key, scales)
     check_layout("dot", layout)
-    gemms = implementations_of(policy, implementation)._replace(layout=layout)
+    gemms = implementations_of(policy, implementation)
     if isinstance(w, MXArray):
         check_parts("dot", w)
         warn_of_two_roundings(w, policy)
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
-    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, key, scales)
+    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, layout, key, scales)
 
 
 def dot_general(
@@ -133,8 +133,10 @@ def dot_general(
     check_key(policy, key)
     check_axes(lhs, rhs, dimension_numbers)
     check_layout("dot_general", layout)
-    gemms = implementations_of(policy, implementation)._replace(layout=layout)
-    return _dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, policy, gemms, key)
+    gemms = implementations_of(policy, implementation)
+    return _dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, policy, gemms, layout, key
+    )
 
 
 def _dot_general(
@@ -145,6 +147,7 @@ def _dot_general(
     preferred_element_type: DTypeLike | None,
     policy: Policy,
     gemms: GemmImplementations,
+    layout: Layout | None,
     key: jax.Array | None,
     scales: Scales | None = None,
 ) -> jax.Array:
@@ -156,7 +159,7 @@ def _dot_general(
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     dtype = result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, dtype if isinstance(rhs, MXArray) else rhs.dtype)
-    options = Options(policy, gemms, dtypes, precision)
+    options = Options(policy, gemms, dtypes, precision, layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
     def product(lhs, rhs, key, scales):

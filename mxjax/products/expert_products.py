@@ -1,154 +1,177 @@
-"""Products of experts by FP8 carriers: FP8 GEMMs of one expert's rows each, in chunks of static shapes.
+"""Products of experts by kernels: one launch a GEMM, for any sizes of the experts.
 
-XLA has no fast ragged product in FP8. So rows are quantized in tiles (`mxjax.products.expert_chunks`), and
-loops run a GEMM for each chunk of tiles. The zeros that fill up tiles change no result: each expert's values
-are those that `mxjax.products.ragged` multiplies by "xla". An expert of more rows than a chunk holds has its
-Wgrad summed in float32 over chunks.
+Rows are quantized in runs (`mxjax.products.expert_runs`). The zeros that fill up runs change no result: each
+expert's values are those that `mxjax.products.ragged` multiplies by "xla". Without kernels, XLA multiplies.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mxjax.operands.kernel_operand import KernelOperand
-from mxjax.operands.product import Product
+from mxjax.numerics.array import MXArray
+from mxjax.numerics.blocks import pad
+from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
-from mxjax.products.expert_chunks import Chunks, Index, chunks_of
+from mxjax.products.expert_runs import Runs, runs_of
+from mxjax.products.implementations import KEPT
 from mxjax.products.linear import CARRIERS, Options
-from mxjax.products.multiply import multiply
+from mxjax.products.multiply import xla_operands
 from mxjax.products.prepare import Prepared, prepare
-from mxjax.runtime.mesh import varying_as
+from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
 
-Sizes = tuple[int, ...] | None
-"""Numbers of rows of the experts, if they are static."""
+RUN, RUN_FP4 = 128, 256
+"""Rows of a run: whole tiles of the kernels in FP8, and of those in FP4."""
+ALIGNED = 16
+"""Divides the contracted axis of the kernels' operands in FP8 and bfloat16."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def matmul_experts(options: Options, unit: int, static: Sizes, x, w, sizes, key) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def matmul_experts(options: Options, unit: int, x, w, sizes, key) -> jax.Array:
     """Returns the Fprop of x [m, k], sorted by expert, and w [g, k, n]; its gradients are Dgrad and Wgrad.
 
     Args:
-      unit: number of rows that divides a tile.
+      unit: number of rows that divides a run.
       sizes: [g] int32, numbers of rows of the experts.
     """
-    return _forward(options, unit, static, x, w, sizes, key)
+    return _forward(options, unit, x, w, sizes, key, keep=False)[0]
 
 
-def _matmul_fwd(options: Options, unit: int, static: Sizes, x, w, sizes, key):
-    return _forward(options, unit, static, x, w, sizes, key), (x, w, sizes, key)
+def _matmul_fwd(options: Options, unit: int, x, w, sizes, key):
+    y, packed = _forward(options, unit, x, w, sizes, key, keep=True)
+    # What is packed is kept in place of the tensor.
+    tensors = tuple(t if q is None else None for t, q in zip((x, w), packed, strict=True))
+    return y, (tensors, packed, sizes, key)
 
 
-def _matmul_bwd(options: Options, unit: int, static: Sizes, residuals, dy):
-    return (*_backward(options, unit, static, *residuals, dy), None, None)
+def _matmul_bwd(options: Options, unit: int, residuals, dy):
+    return (*_backward(options, unit, *residuals, dy), None, None)
 
 
 matmul_experts.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(options: Options, unit: int, static: Sizes, x, w, sizes, key) -> jax.Array:
+def _runs(options: Options, rows: int, unit: int, sizes: jax.Array) -> Runs:
+    run = RUN_FP4 if {"triton", "aiter"} & set(options.gemms[:3]) else RUN
+    return runs_of(sizes, rows, math.lcm(unit, run), rest=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="keep")
+def _forward(options: Options, unit: int, x, w, sizes, key, *, keep: bool):
+    """Returns y, and x and w as the backward GEMMs multiply them, where those take packed operands."""
     policy, gemms, dtypes, *_ = options
     x, w = first_order_only(x), first_order_only(w)
-    chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
-    uses = uses_of_policy(policy, gemms, key)
-    [lhs] = prepare(chunks.filled(x), [uses.fprop.lhs])
-    [rhs] = prepare(w, [uses.fprop.rhs])
-    return _by_row(chunks, _gemm(options, "fprop", dtypes[0]), dtypes[0], lhs, rhs, w.shape[2])
+    runs = _runs(options, x.shape[0], unit, sizes)
+    fprop, dgrad, wgrad = uses_of_policy(policy, gemms, key)
+    x_uses = [fprop.lhs, wgrad.lhs] if keep and gemms.wgrad in KEPT else [fprop.lhs]
+    w_uses = [fprop.rhs, dgrad.rhs] if keep and gemms.dgrad in KEPT else [fprop.rhs]
+    lhs, *x_packed = _prepare(x, x_uses, runs)
+    rhs, *w_packed = prepare(w, w_uses)
+    y = _multiply(options, "fprop", dtypes[0], lhs, rhs, runs)
+    return y, (x_packed[0] if x_packed else None, w_packed[0] if w_packed else None)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward(options: Options, unit: int, static: Sizes, x, w, sizes, key, dy):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _backward(options: Options, unit: int, tensors, packed, sizes, key, dy):
     """Returns the gradients dx and dw."""
     policy, gemms, dtypes, *_ = options
-    x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    chunks = chunks_of(sizes if static is None else np.array(static, np.int32), x.shape[0], unit)
+    dy = first_order_only(dy)
+    x, w = (None if t is None else first_order_only(t) for t in tensors)
+    x_columns, w_rows = packed
+    runs = _runs(options, dy.shape[0], unit, sizes)
     _, dgrad, wgrad = uses_of_policy(policy, gemms, key)
-    x, dy = chunks.filled(x), chunks.filled(dy)
-    dy_rows, dy_columns = prepare(dy, [dgrad.lhs, wgrad.rhs])
-    [w_rows] = prepare(w, [dgrad.rhs])
-    [x_columns] = prepare(x, [wgrad.lhs])
-    dx = _by_row(chunks, _gemm(options, "dgrad", dtypes[1]), dtypes[1], dy_rows, w_rows, w.shape[1])
-    dw = _by_expert(chunks, _gemm(options, "wgrad", jnp.float32), x_columns, dy_columns, w.shape)
-    return dx, dw.astype(dtypes[2])
+    dy_rows, dy_columns = _prepare(dy, [dgrad.lhs, wgrad.rhs], runs)
+    if w is not None:
+        [w_rows] = prepare(w, [dgrad.rhs])
+    if x is not None:
+        [x_columns] = _prepare(x, [wgrad.lhs], runs)
+    assert w_rows is not None
+    assert x_columns is not None
+    dx = _multiply(options, "dgrad", dtypes[1], dy_rows, w_rows, runs)
+    return dx, _multiply(options, "wgrad", dtypes[2], x_columns, dy_columns, runs)
 
 
-def _gemm(options: Options, name: str, dtype: DTypeLike) -> Callable[..., Product]:
-    """Returns the function that multiplies a GEMM's two operands; its product is read in dtype."""
-    return functools.partial(
-        multiply,
-        implementation=getattr(options.gemms, name),
-        dtype=dtype,
-        precision=options.precision,
-        carriers=CARRIERS[name],
+def _prepare(x: Float[Array, "m k"], uses: list[OperandUse], runs: Runs) -> Sequence[Prepared]:
+    """Returns the rows of x in runs, as each GEMM multiplies them."""
+    if current_target() is not None:
+        from mxjax.kernels.quantize.filled import quantize_filled, takes_filled
+
+        if takes_filled(x, uses, _places(runs)):
+            return quantize_filled(x, uses, _places(runs))
+    return prepare(runs.filled(x), uses)
+
+
+def _multiply(
+    options: Options, name: str, dtype: DTypeLike, lhs: Prepared, rhs: Prepared, runs: Runs
+) -> Float[Array, "..."]:
+    """Returns a GEMM's product in dtype.
+
+    It is [m, n] of rows with their experts' rhs, in the order of x, or of each expert [g, m, n] where both
+    operands have the rows along the contracted axis.
+    """
+    factors = [q.factor for q in (lhs, rhs) if q.factor is not None]
+    exact = not factors and dtype in (jnp.bfloat16, jnp.float32)
+    y = _product(options, name, dtype if exact else jnp.float32, lhs, rhs, runs)
+    for factor in factors:
+        y = y * factor
+    return y.astype(dtype)
+
+
+def _product(
+    options: Options, name: str, dtype: DTypeLike, lhs: Prepared, rhs: Prepared, runs: Runs
+) -> Float[Array, "..."]:
+    """Returns the product without factors, by a kernel in dtype, or by XLA in float32."""
+    target, implementation = current_target(), getattr(options.gemms, name)
+    match lhs, rhs:
+        case KernelOperand(scales=jax.Array()), KernelOperand(scales=jax.Array()):
+            if target is None or (implementation == "fp8_carriers" and not target.has_fp8):
+                return _by_xla(decode(lhs), decode(rhs), runs, options.precision)
+            from mxjax.kernels.matmul.grouped import multiply_packed
+
+            carriers = CARRIERS[name] if implementation == "fp8_carriers" else None
+            return multiply_packed(lhs.packed, rhs.packed, _places(runs), dtype, carriers)
+        case KernelOperand(), KernelOperand():
+            left, right, precision = lhs.elements, rhs.elements, options.precision
+        case MXArray(), MXArray():
+            left, right, precision = xla_operands(lhs, rhs, options.precision)
+            left, right = _k_major(left, lhs.axis), _k_major(right, rhs.axis)
+        case _:
+            raise TypeError(f"two KernelOperand or two MXArray are needed, got {type(lhs)} and {type(rhs)}")
+    if target is None or left.dtype == jnp.float32:
+        return _by_xla(left, right, runs, precision)
+    from mxjax.kernels.matmul.grouped import multiply_values
+
+    left, right = (pad(t, t.ndim - 1, ALIGNED) for t in (left, right))
+    return multiply_values(left, right, _places(runs), dtype)
+
+
+def _k_major(x: jax.Array, axis: int) -> jax.Array:
+    return x if axis % x.ndim == x.ndim - 1 else x.swapaxes(-1, -2)
+
+
+def _places(runs: Runs) -> Any:
+    from mxjax.kernels.matmul.grouped import Places
+
+    return Places(runs.experts, runs.starts, runs.ends, runs.run, runs.rows)
+
+
+def _by_xla(lhs: jax.Array, rhs: jax.Array, runs: Runs, precision: lax.PrecisionLike) -> jax.Array:
+    """Returns the product of K-major operands in float32 by `jax.lax.ragged_dot_general`."""
+    of_rows = rhs.ndim == 3
+    if of_rows:
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    else:
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
+    sizes = -(-runs.sizes // runs.run) * runs.run
+    y: jax.Array = lax.ragged_dot_general(
+        lhs, rhs, sizes, numbers, precision, preferred_element_type=jnp.float32
     )
-
-
-def _by_row(
-    chunks: Chunks, multiply: Callable[..., Product], dtype: DTypeLike, lhs: Prepared, rhs: Prepared, n: int
-) -> Float[Array, "m n"]:
-    """Returns the products of rows lhs [p, k] with their experts' rhs [g, ...], in the order of x."""
-
-    def run(length: int, expert: Index, first: Index, y: jax.Array) -> jax.Array:
-        product = multiply(lhs=_tiles(lhs, 0, first, length, chunks), rhs=_expert(rhs, expert))
-        return lax.dynamic_update_slice_in_dim(y, product.value(dtype), first * chunks.tile, axis=0)
-
-    y = _empty((chunks.tiles * chunks.tile, n), dtype, lhs, rhs)
-    return chunks.by_row(chunks.each_full(run, chunks.each_last(run, y)))
-
-
-def _by_expert(
-    chunks: Chunks, multiply: Callable[..., Product], lhs: Prepared, rhs: Prepared, shape: tuple[int, ...]
-) -> Float[Array, "g k n"]:
-    """Returns each expert's product of lhs [p, k] and rhs [p, n], which contracts its rows, in float32."""
-    axis = 1 if isinstance(lhs, KernelOperand) else 0
-
-    def product(length: int, first: Index) -> jax.Array:
-        left, right = (_tiles(q, axis, first, length, chunks) for q in (lhs, rhs))
-        return multiply(lhs=left, rhs=right).value(jnp.float32)
-
-    def store(length: int, expert: Index, first: Index, dw: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(dw, product(length, first), expert, axis=0)
-
-    def add(length: int, expert: Index, first: Index, dw: jax.Array) -> jax.Array:
-        more = lax.dynamic_index_in_dim(dw, expert, keepdims=False) + product(length, first)
-        return lax.dynamic_update_index_in_dim(dw, more, expert, axis=0)
-
-    def clear(expert: Index, dw: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(dw, jnp.zeros_like(dw, shape=shape[1:]), expert, axis=0)
-
-    dw = _empty(shape, jnp.float32, lhs, rhs)
-    return chunks.each_full(add, chunks.each_last(store, chunks.each_empty(clear, dw)))
-
-
-def _empty(shape: tuple[int, ...], dtype: DTypeLike, lhs: Prepared, rhs: Prepared) -> jax.Array:
-    """Returns memory for products of the operands, not initialized."""
-    return varying_as(lax.empty(shape, dtype), lhs.elements, rhs.elements)
-
-
-def _tiles(q: Prepared, axis: int, first: Index, length: int, chunks: Chunks) -> Prepared:
-    """Returns `length` tiles of an operand whose rows are along an axis."""
-
-    def part(t: jax.Array) -> jax.Array:
-        each = t.shape[axis] // chunks.tiles  # of a tile's elements or scales
-        return lax.dynamic_slice_in_dim(t, first * each, length * each, axis)
-
-    return _replaced(q, part)
-
-
-def _expert(q: Prepared, expert: Index) -> Prepared:
-    """Returns an operand of one expert; a scale for the whole tensor is that of all experts."""
-    return _replaced(q, lambda t: lax.dynamic_index_in_dim(t, expert, keepdims=False))
-
-
-def _replaced(q: Prepared, part: Callable[[jax.Array], jax.Array]) -> Prepared:
-    """Returns an operand of a part of its elements and scales."""
-    scales = None if q.scales is None else part(q.scales)
-    return dataclasses.replace(q, elements=part(q.elements), scales=scales)
+    return runs.by_row(y) if of_rows else y

@@ -24,9 +24,9 @@ from mxjax.operands.use import quantize_use
 from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_floating, check_key, result_dtype
 from mxjax.products.draws import uses_of_policy
-from mxjax.products.expert_chunks import places_of
 from mxjax.products.expert_groups import Grid, Groups, multiply_groups
 from mxjax.products.expert_products import matmul_experts
+from mxjax.products.expert_runs import runs_of
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
 from mxjax.products.linear import Options
@@ -36,6 +36,9 @@ from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.mesh import on_auto_axes, varying_as
 from mxjax.runtime.primitives import first_order_only, without_forward_mode
+
+BY_KERNELS = ("fp8_carriers", "triton")
+"""Implementations that multiply by grouped GEMMs of `mxjax.kernels`."""
 
 
 def ragged_dot(
@@ -63,11 +66,11 @@ def ragged_dot(
       group_sizes: numbers of rows, which may be zero. A numpy array is static, and checked; in a JAX array
         sizes that are negative or exceed x's rows are not noticed.
       implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
-        kernels. "fp8_carriers" multiplies each expert's rows in FP8, filled up to whole tiles of a quarter
-        of the mean, as `mxjax.products.expert_chunks` describes. None: "xla".
+        kernels. "fp8_carriers" and "triton" multiply as in `dot`, by one launch for all experts, whose rows
+        are filled up to a multiple of 128 and of 256. None: "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
     Special values: rows of no expert are zero, whatever x has there. By "reference" and "xla" a NaN in the
-      weights of one expert makes every row NaN, as in `jax.lax.ragged_dot`; by "fp8_carriers" its own alone.
+      weights of one expert makes every row NaN, as in `jax.lax.ragged_dot`; by kernels its own alone.
     Raises:
       ValueError: static sizes that are negative or exceed x's rows.
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
@@ -84,20 +87,17 @@ def ragged_dot(
     if not x.shape[0] or not w.shape[0]:
         return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
     unit = row_unit(policy)
-    static = tuple(group_sizes.tolist()) if isinstance(group_sizes, np.ndarray) else None
-
     x, w = without_forward_mode(x), without_forward_mode(w)
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
-        if implementation == "fp8_carriers":
-            result: jax.Array = matmul_experts(options, unit, static, x, w, sizes, key)
+        if implementation in BY_KERNELS:
+            result: jax.Array = matmul_experts(options, unit, x, w, sizes, key)
             return result
-        length = (x.shape[0] + sizes.size * (unit - 1)) // unit * unit
-        places = places_of(sizes, x.shape[0], unit, length)
-        padded = jnp.zeros_like(x, shape=(length, x.shape[1])).at[places].set(x, mode="drop")
-        y: jax.Array = _matmul(options, None, padded, w, Groups(-(-sizes // unit) * unit), key)
-        return y.at[places].get(mode="fill", fill_value=0)
+        runs = runs_of(sizes, x.shape[0], unit, rest=False)
+        groups = Groups(-(-runs.sizes // unit) * unit)
+        y: jax.Array = _matmul(options, None, runs.filled(x), w, groups, key)
+        return runs.by_row(y)
 
     key = key if policy.needs_key else None
     return on_auto_axes(product, x, w, kept=((0,), (2,)))(x, w, sizes, key)
@@ -159,9 +159,9 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
         shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
         raise ValueError(f"ragged_dot needs x [m, k], w [g, k, n] and group_sizes [g], got {shapes}")
-    if implementation not in (None, "reference", "xla", "fp8_carriers"):
+    if implementation not in (None, "reference", "xla", *BY_KERNELS):
         raise NotImplementedError(
-            "ragged_dot runs by implementation 'reference', 'xla' or 'fp8_carriers', "
+            "ragged_dot runs by implementation 'reference', 'xla', 'fp8_carriers' or 'triton', "
             f"not {implementation!r}; use None"
         )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
@@ -222,7 +222,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
-    policy, gemms, dtypes, precision, _ = options
+    policy, gemms, dtypes, precision, *_ = options
     uses = groups.of(uses_of_policy(policy, gemms, key))
     lhs, rhs = quantize_use(x, uses.fprop.lhs), quantize_use(w, uses.fprop.rhs)
     return _multiply(gemms.fprop, precision, lhs, rhs, groups, grid).astype(dtypes[0])
@@ -230,7 +230,7 @@ def _forward(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Arra
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(options: Options, grid: Grid | None, x, w, groups, key, dy) -> tuple[jax.Array, jax.Array]:
-    policy, gemms, dtypes, precision, _ = options
+    policy, gemms, dtypes, precision, *_ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
     _, dgrad, wgrad = groups.of(uses_of_policy(policy, gemms, key))
     dy_rows, w_rows = quantize_use(dy, dgrad.lhs), quantize_use(as_read(w, dgrad.rhs), dgrad.rhs)

@@ -12,6 +12,7 @@ NATIVE = (
     "test_draws",
     "test_fp4_gemm",
     "test_fp8_matmul",
+    "test_grouped",
     "test_products",
     "test_quantize",
 )

@@ -16,6 +16,7 @@ from support.code_objects import (
     EMULATED_ATTENTION,
     EMULATED_GEMMS,
     EMULATED_QUANTIZERS,
+    EXPERTS,
     LLAMA,
     MORE_QUANTIZERS,
     STEP,
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 LARGE_HEADS = pytest.param("attention_*_1x149x1x2x128_*", marks=pytest.mark.exhaustive)
 LATE = ("vmcnt", "lgkmcnt")
+GEMM_KERNELS = {"gemm_kernel", "grouped_rows_kernel", "grouped_sums_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,9 @@ def found(folder):
 
 @pytest.fixture(scope="module")
 def gemms(found):
-    return [record for record in found if record["kernel"] == "gemm_kernel"]
+    gemms = [record for record in found if record["kernel"] in GEMM_KERNELS]
+    assert {record["kernel"] for record in gemms} == GEMM_KERNELS
+    return gemms
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +155,7 @@ def test_scales_are_few_words_of_lds(gemms):
 def test_main_loop(gemms):
     """Operands go straight into LDS, and no register is written there."""
     loops = [d for d in gemms if d["main_loop"]["is_loop"]]
-    assert {d["name"] for d in loops} >= set(LLAMA)
+    assert {d["name"] for d in loops} >= {*LLAMA, *EXPERTS}
     for d in loops:
         loop = d["main_loop"]
         assert steps_of_a_pass(d) == (1 if min(tile_of(d)) >= 128 else 2), d["name"]
@@ -286,7 +290,7 @@ def assert_all_write_what_is_expected(records, folder):
             seed=i,
         )
         run(late=LATE, preloaded=i % 2 == 0)
-        if record["kernel"] == "gemm_kernel":
+        if record["kernel"] in GEMM_KERNELS:
             run(late=("lgkmcnt",), preloaded=i % 2 == 1)
 
 

@@ -11,7 +11,7 @@ from support.gpu import HAS_GPU
 import mxjax
 from mxjax import Gemm, Operand, Rotation
 from mxjax.operands.use import OperandUse, dequantize_use
-from mxjax.products import expert_chunks, prepare
+from mxjax.products import prepare
 from mxjax.products.draws import uses_of
 from mxjax.products.implementations import implementations_of
 from mxjax.runtime.devices import current_target
@@ -96,25 +96,6 @@ def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand,
         assert by_kernel.dtype == (jnp.float32 if operand.prescale else jnp.bfloat16)
         wanted = jax.jit(functools.partial(dequantize_use, use=fprop))(x)
         np.testing.assert_array_equal(np.asarray(by_kernel, np.float32), wanted)
-
-
-@pytest.mark.slow
-def test_loops_over_experts_run_the_kernels(monkeypatch):
-    """Full chunks, last ones and an expert without rows, and rows that FP8 does not hold."""
-    monkeypatch.setattr(expert_chunks, "LONGEST", 1)  # compiles fewer loops
-    x, w, dy = tensors(span=40)
-    x, w, dy = jnp.resize(x, (170, 96)), jnp.stack([w[:, :32]] * 2), jnp.resize(dy, (170, 32))
-    sizes = jnp.array([0, 150])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def products(implementation, x, w, dy):
-        product = functools.partial(
-            mxjax.ragged_dot, group_sizes=sizes, policy="wgrad_hadamard", implementation=implementation
-        )
-        y, vjp = jax.vjp(product, x, w)
-        return y, *vjp(dy)
-
-    assert_close(products("fp8_carriers", x, w, dy), products("reference", x, w, dy))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,11 @@ import subprocess
 import sys
 
 LLAMA = ["gemm_1x8192x6144x4096_bfloat16", "gemm_1x4096x6144x8192_float32", "gemm_1x8192x4096x14336_bfloat16"]
+# Fprop, Dgrad and Wgrad of the experts of Mixtral 8x7B.
+EXPERTS = [
+    *("grouped_rows_8x32768x14336x4096", "grouped_rows_8x32768x4096x14336"),
+    "grouped_sums_8x4096x14336x32768",
+]
 # Activation or gradient and weight, of wgrad_hadamard and full_hadamard.
 STEP = [
     "quantize_8192x4096_bfloat16_rows_packed_columns_packed-h16",
@@ -19,6 +24,7 @@ EMULATED_GEMMS = [
     "gemm_2x*_tile*",
     *("gemm_1x1x1x32_*", "gemm_1x5x7x96_*", "gemm_1x64x64x256_*", "gemm_1x65x33x288_*"),
     *("gemm_1x256x256x512_*", "gemm_1x1100x70x32_*", "gemm_3x17x130x544_*"),
+    *("grouped_rows_*_tile*", "grouped_sums_*_tile*"),
 ]
 EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("65x97", "3x40x70")]
 MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "1x33", "32x32", "33x1", "128x128", "256x256")]
@@ -44,7 +50,7 @@ MORE_INTERPRETED = [
 BUILDS = {
     "gfx950": [
         *(*EMULATED_GEMMS, *EMULATED_QUANTIZERS, "draw_*", "attention_*"),
-        *(*LLAMA, "quantize_8192x4096_*", "quantize_4096x6144_*"),
+        *(*LLAMA, *EXPERTS, "quantize_8192x4096_*", "quantize_4096x6144_*"),
     ],
     "sm_90": [
         *(LLAMA[0], *SMALL_GEMMS, *STEP, *INTERPRETED),

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.llamas import SMALL, layer_policies
-from support.runs import lines, resume, run, weights, without_time
+from support.runs import lines, resume, run, untimed, weights
 
 from eval import EvalConfig, evaluate
 from models import decoder
@@ -106,7 +106,7 @@ def test_a_magnitude_that_is_not_finite_stops_though_casts_saturate():
 
 def test_a_phase_without_delayed_scales_keeps_the_histories():
     optimizer = optimizer_of(without_histories(LAYERS))
-    state = init_state(first_params(), optimizer)
+    state = init_state(jax.tree.map(jnp.copy, first_params()), optimizer)  # which the step takes
     step = make_train_step(functools.partial(loss, layers=without_histories(LAYERS)), optimizer)
     before = jax.tree.map(np.asarray, state.opt_state)
     after, _ = step(state, BATCH, KEY)
@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_to_the_same_bits(text, tmp_path):
         file.write('{"step": 5, "lo')
     resume(tmp_path / "resumed")
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "resumed"), weights(tmp_path / "whole"))
-    assert without_time(lines(tmp_path / "resumed")) == without_time(lines(tmp_path / "whole"))
+    assert untimed(tmp_path / "resumed") == untimed(tmp_path / "whole")
     found = evaluate(EvalConfig(tmp_path / "whole"))
     assert found["eval_loss"] == lines(tmp_path / "whole")[-1]["eval_loss"]
     assert evaluate(EvalConfig(tmp_path / "whole", policy="fp8_delayed"))["eval_loss"] == found["eval_loss"]

@@ -102,6 +102,7 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "s_cmp_gt_u32": lambda a, b: a > b,
     "s_cmp_lt_u32": lambda a, b: a < b,
     "s_bitcmp0_b32": lambda a, b: not a >> (b & 31) & 1,
+    "s_bitcmp1_b32": lambda a, b: bool(a >> (b & 31) & 1),
     "s_cmp_lt_i32": lambda a, b: signed(a) < signed(b),
     "s_cmp_gt_i32": lambda a, b: signed(a) > signed(b),
     "s_cmp_ge_i32": lambda a, b: signed(a) >= signed(b),

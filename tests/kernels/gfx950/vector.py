@@ -54,7 +54,9 @@ def run(w: Wave, i: Instruction) -> None:
     to, *sources = i.operands
     if name.startswith("v_cmp_"):
         _, _, relation, kind = name.split("_")
-        a, b = (w.read(o, {"u32": "u", "i32": "i", "f32": "f"}[kind]) for o in sources)
+        a, b = (w.read(o, {"u32": "u", "i32": "i", "f32": "f", "i64": "w"}[kind]) for o in sources)
+        if kind == "i64":
+            a, b = a.view(np.int64), b.view(np.int64)
         w.write_mask(to, arithmetic.COMPARISONS[relation](a, b))
         return
     if name.startswith("v_bitop3"):

@@ -11,8 +11,7 @@ from support.dots import assert_same, draw, jitted_products
 from support.oracles import types_unchecked
 
 import mxjax
-from mxjax.products import expert_chunks
-from mxjax.products.expert_chunks import chunks_of
+from mxjax.products.expert_runs import runs_of
 
 X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
 SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
@@ -103,57 +102,45 @@ def test_fp8_carriers_give_the_bits_of_xla(policy, static):
     assert_same(by_fp8(*EXACT, jnp.array(sizes)), expected)
 
 
-@pytest.mark.slow
-def test_experts_of_any_sizes_have_the_bits_of_xla(monkeypatch):
-    """Of one tile and of two, with full chunks before the last, without rows, and with rows of no expert."""
-    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # compiles fewer loops
-    x, _, dy = (jnp.resize(t, (700, t.shape[-1])) for t in EXACT)
-
-    @jax.jit
-    def by_fp8(sizes):
-        return ragged(x, EXACT[1], dy, sizes, policy=policy, implementation="fp8_carriers")
-
+def test_experts_without_rows_read_and_leave_nothing():
+    """The first, the last, and all but one; what no expert reads is NaN."""
+    x, w, dy = EXACT[0][:90], EXACT[1], EXACT[2][:90]
     policy = mxjax.get_policy("wgrad")
-    for sizes in [(175, 175, 175, 175), (300, 200, 100, 60), (0, 650, 50, 0), (0, 0, 0, 700), (0, 0, 0, 0)]:
-        expected = ragged(x, EXACT[1], dy, jnp.array(sizes), policy=policy, implementation="xla")
-        assert_same(by_fp8(jnp.array(sizes)), expected)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "fp8_carriers"])
-def test_experts_without_rows_read_and_leave_nothing(implementation, monkeypatch):
-    """The first, the last, and all but one; what no expert reads is NaN, memory before it is written too."""
-    monkeypatch.setattr(expert_chunks, "LONGEST", 2)  # compiles fewer loops
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    x, w, dy = EXACT[0][:90], EXACT[1], EXACT[2][:90]  # a shape that no other test has traced
-    policy = mxjax.get_policy("wgrad")
+    poisoned = [t.at[85:].set(jnp.nan) for t in (x, dy)]
     for sizes in [(0, 30, 5, 50), (30, 5, 50, 0), (0, 0, 85, 0)]:
-        empty = np.array(sizes) == 0
-        poisoned = [t.at[85:].set(jnp.nan) for t in (x, dy)]
-        # lax.ragged_dot, by which "xla" multiplies, multiplies rows of other experts by zero.
-        weights = w.at[empty].set(jnp.nan) if implementation == "fp8_carriers" else w
-        found = ragged(
-            poisoned[0], weights, poisoned[1], jnp.array(sizes), policy=policy, implementation=implementation
-        )
-        y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
-        for i in np.flatnonzero(~empty):
-            rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
-            y[rows], dx[rows], dw[i] = jitted_products(x[rows], w[i], dy[rows], policy=policy)
-        assert_same(found, (y, dx, dw))
+        found = ragged(poisoned[0], w, poisoned[1], jnp.array(sizes), policy=policy, implementation="xla")
+        assert_same(found, products_of_rows(x, w, dy, sizes, policy))
 
 
-def test_chunks_follow_the_rows_that_exist():
-    """At eight experts a tile is a quarter of the mean; chunks have up to eight tiles."""
-    sizes, ran = np.array([20000, 0, 4097, 8671, 0, 0, 0, 0]), []
+def products_of_rows(x, w, dy, sizes, policy):
+    """Returns y, dx and dw by a `dot` for each expert that has rows; what none has is zero."""
+    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    for i in np.flatnonzero(sizes):
+        rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
+        y[rows], dx[rows], dw[i] = jitted_products(x[rows], w[i], dy[rows], policy=policy)
+    return y, dx, dw
 
-    def note(length, expert, first, result):
-        ran.append((length, int(expert), int(first)))
-        return result
 
-    chunks = chunks_of(sizes, 32768, 96)
-    assert (chunks.tile, chunks.longest, chunks.tiles) == (1152, 8, 36)
-    with jax.disable_jit():
-        chunks.each_full(note, chunks.each_last(note, jnp.zeros(())))
-    assert ran == [(2, 0, 16), (4, 2, 18), (8, 3, 22), (8, 0, 0), (8, 0, 8)]
+@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("sizes", [(300, 0, 57), (0, 0, 0), (400, 0, 0), (1, 398, 1), (300, 200, 9)])
+def test_each_experts_rows_begin_a_run(sizes, rest):
+    """Rows past the end count for nothing; `experts` is the expert of each run, and places come back."""
+    runs = runs_of(jnp.array(sizes), 400, 128, rest=rest)
+    kept = np.diff(np.minimum(np.cumsum(sizes), 400), prepend=0)
+    x = jnp.broadcast_to(jnp.arange(1.0, 401)[:, None], (400, 2))
+    filled = np.asarray(runs.filled(x)).reshape(runs.number, 128, 2)
+    owner = np.repeat(np.arange(4), np.append(-(-kept // 128), runs.number))[: runs.number]
+    np.testing.assert_array_equal(runs.experts, owner)
+    np.testing.assert_array_equal(runs.ends, [0, *np.cumsum(kept), 400])
+    for expert, (first, size) in enumerate(zip(runs.starts, kept, strict=False)):
+        rows = filled[int(first) : int(runs.starts[expert + 1])].reshape(-1, 2)[:, 0]
+        begin = sum(kept[:expert])
+        np.testing.assert_array_equal(rows[:size], np.arange(begin + 1, begin + size + 1))
+        assert not rows[size:].any()
+    np.testing.assert_array_equal(
+        runs.by_row(jnp.asarray(filled.reshape(-1, 2)))[: sum(kept)], x[: sum(kept)]
+    )
+    assert (400 - sum(kept) + 127) // 128 <= runs.number - int(runs.starts[-1]) or not rest
 
 
 @pytest.mark.slow
@@ -192,9 +179,9 @@ def test_random_bits_are_replayed_under_remat_and_scan():
         ({"w": W[:3]}, ValueError, r"needs x \[m, k\], w \[g, k, n\] and group_sizes \[g\], got \(100, 48\)"),
         ({"group_sizes": [50, 50, 0, 0]}, TypeError, "needs group_sizes to be an array, not list"),
         (
-            {"implementation": "triton"},
+            {"implementation": "aiter"},
             NotImplementedError,
-            "by implementation 'reference', 'xla' or 'fp8_carriers', not 'triton'",
+            "by implementation 'reference', 'xla', 'fp8_carriers' or 'triton', not 'aiter'",
         ),
         (
             {"implementation": "fp8_carriers", "policy": "nvfp4", "key": jax.random.key(0)},

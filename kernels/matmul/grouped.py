@@ -1,0 +1,207 @@
+"""Grouped GEMMs: one launch for all experts, whose sizes are known at run time only.
+
+Operands are K-major, as in `mxjax.kernels.matmul.fp4_gemm`. Tokens are sorted by expert, each expert's in
+runs that are filled up with zeros (`mxjax.products.expert_runs`). Packed MXFP4 operands are multiplied in
+FP4, or on FP8 matrix units: exact in FP8 carriers, else recomputed, as in `mxjax.kernels.matmul.fp8_matmul`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, Shaped, UInt8
+from triton import knobs
+
+from mxjax.kernels.launch import ceil_div, triton_call
+from mxjax.kernels.matmul.carry import carry_operand
+from mxjax.kernels.matmul.correct import PROGRAMS
+from mxjax.kernels.matmul.fp4_gemm import constants_of, grid_of, shuffle_scales
+from mxjax.kernels.matmul.grouped_correct import correct_experts, sift_rows
+from mxjax.kernels.matmul.grouped_kernel import (
+    grouped_rows_kernel,
+    grouped_sums_kernel,
+    value_rows_kernel,
+    value_sums_kernel,
+)
+from mxjax.kernels.matmul.tiles import Tiles, choose_tiles, options_of
+from mxjax.kernels.mesh import partitioned
+from mxjax.operands.carriers import Carried, Carrier
+from mxjax.runtime.devices import Target, current_target
+
+RUN = 256
+"""Divides the rows of a run: every tile's rows, and its columns along the contracted axis, divide it."""
+
+VALUES = {1: Tiles(128, 128, 128, warps=4, stages=3), 2: Tiles(128, 128, 64, warps=4, stages=3)}
+"""Tiles of arrays in FP8 and bfloat16, by the bytes of an element.
+
+On H100 an FP8 GEMM of Mixtral 8x7B's experts takes 3.7 to 4.3 ms, and as long with tiles of 256x128 and 8
+warps, which take longer for many small experts. By pointers in place of descriptors it takes 4.2 to 4.4 ms.
+"""
+
+
+class Places(NamedTuple):
+    """Where the rows of experts are; see `mxjax.products.expert_runs.Runs`.
+
+    Attributes:
+      run: rows of a run, a multiple of RUN.
+      rows: rows of the result, those of no expert included.
+    """
+
+    experts: Int32[Array, " runs"]
+    starts: Int32[Array, " g_1"]
+    ends: Int32[Array, " g_2"]
+    run: int
+    rows: int
+
+
+Packed = tuple[UInt8[Array, "*g n _"], UInt8[Array, "*g n _"]]
+"""Two E2M1 elements a byte along k, and an E8M0 byte for each 32."""
+Product = Callable[..., jax.Array]
+
+
+def multiply_packed(
+    lhs: Packed, rhs: Packed, places: Places, dtype: DTypeLike, carriers: tuple[Carrier, Carrier] | None
+) -> Float[Array, "..."]:
+    """Returns the products of packed operands expert by expert, accumulated in float32 and rounded to dtype.
+
+    Args:
+      lhs, rhs: [m, k] and [g, n, k] for [rows, n], each row times its expert's rhs.T, zero for no expert's;
+        or [m, k] and [n, k] for [g, m, n], of each expert lhs @ rhs.T over its runs of k, zeros for none.
+      dtype: bfloat16 or float32.
+      carriers: FP8 carriers of lhs and rhs, or None to multiply in FP4. See `fp4_gemm.matmul` and
+        `fp8_matmul.matmul`.
+    """
+    return _run(_carried if carriers else _in_fp4, carriers, lhs + rhs, places, dtype)
+
+
+def multiply_values(
+    lhs: Shaped[Array, "m k"], rhs: Shaped[Array, "*g n k"], places: Places, dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """Returns the products of arrays in FP8 or bfloat16; see `multiply_packed`. k is a multiple of 16."""
+    return _run(_plain, None, (lhs, rhs), places, dtype)
+
+
+def _run(product: Product, carriers, operands: Sequence[jax.Array], places: Places, dtype) -> jax.Array:
+    of_rows = operands[-1].ndim == 3
+    on_mesh = _on_mesh(
+        product, carriers, len(operands), of_rows, places[3:], jnp.dtype(dtype), current_target()
+    )
+    return on_mesh(*operands, *places[:3])
+
+
+@functools.cache
+def _on_mesh(
+    product: Product,
+    carriers,
+    arrays: int,
+    of_rows: bool,
+    sizes: tuple[int, int],
+    dtype,
+    target: Target | None,
+) -> Product:
+    """Returns a product as a function. Meshes shard n of its arrays, and m of sums. JAX caches its trace."""
+
+    def call(*arguments):
+        places = Places(*arguments[arrays:], *sizes)
+        return [product(*arguments[:arrays], places, dtype, carriers, target)]
+
+    left, right = ("m", "g n") if of_rows else ("m", "n")
+    widths = ("w", "k")[: arrays // 2]
+    terms = [f"{rows} {width}" for rows in (left, right) for width in widths]
+    rule = ", ".join([*terms, "t", "s", "e"]) + (" -> r n" if of_rows else " -> h m n")
+    whole = [*"wktserhg", *("m" if of_rows else "")]
+    on_mesh = partitioned(call, rule, {}, [factor for factor in whole if factor in rule.split()])
+    return jax.custom_batching.sequential_vmap(lambda *arguments: on_mesh(*arguments)[0])
+
+
+def _in_fp4(lhs, lhs_scales, rhs, rhs_scales, places: Places, dtype, carriers, target) -> jax.Array:
+    del carriers
+    return launch_fp4((lhs, lhs_scales), (rhs, rhs_scales), places, dtype, target)
+
+
+def launch_fp4(
+    lhs: Packed, rhs: Packed, places: Places, dtype, target: Target | None, tiles: Tiles | None = None
+) -> Float[Array, "..."]:
+    """Returns the product in FP4 by one launch, with the given tiles, or by the fastest."""
+    (m, width), n, of_rows, groups = lhs[0].shape, rhs[0].shape[-2], rhs[0].ndim == 3, places.starts.size - 1
+    tiles = tiles or choose_tiles(m, n, 2 * width, 1 if of_rows else groups, target)
+    left, right = (
+        (elements, shuffle_scales(scales.reshape(-1, *scales.shape[-2:]), target))
+        for elements, scales in (lhs, rhs)
+    )
+    constants = constants_of(m, n, 2 * width, tiles, target) | {"RUN": places.run}
+    if of_rows:
+        arrays, shape = (*left, *right, *places[:3]), (places.rows, n)
+        return _launch(
+            grouped_rows_kernel,
+            arrays,
+            shape,
+            grid_of(m, n, 1, tiles)[:1],
+            dtype,
+            tiles,
+            constants | {"GROUPS": groups},
+            options_of(tiles, target),
+        )
+    grid = grid_of(m, n, groups, tiles)
+    arrays, options = (*left, *right, places.starts), options_of(tiles, target)
+    return _launch(grouped_sums_kernel, arrays, (groups, m, n), grid, dtype, tiles, constants, options)
+
+
+def _plain(lhs, rhs, places: Places, dtype, carriers, target) -> jax.Array:
+    del carriers, target
+    if knobs.runtime.interpret and lhs.dtype == jnp.bfloat16:  # whose bits its dot takes for integers
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    units = (jnp.full(x.shape[:-1], 127, jnp.uint8) for x in (lhs, rhs))
+    return launch_values((lhs, next(units)), (rhs, next(units)), places, dtype)
+
+
+def launch_values(
+    lhs: tuple[jax.Array, jax.Array], rhs: tuple[jax.Array, jax.Array], places: Places, dtype
+) -> Float[Array, "..."]:
+    """Returns the product of arrays and their rows' unit bytes by one launch."""
+    (m, k), n, groups = lhs[0].shape, rhs[0].shape[-2], places.starts.size - 1
+    tiles = VALUES[min(lhs[0].dtype.itemsize, 2)]
+    constants = {"M": m, "N": n, "K": k, "GROUPS": groups, "RUN": places.run, "GROUP_M": 8}
+    constants |= {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+    if rhs[0].ndim == 3:
+        kernel, arrays, shape = value_rows_kernel, places[:3], (places.rows, n)
+    else:
+        kernel, arrays, shape = value_sums_kernel, (places.starts,), (groups, m, n)
+    programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * (1 if rhs[0].ndim == 3 else groups)
+    grid = (min(programs, PROGRAMS),)
+    return _launch(kernel, (*lhs, *rhs, *arrays), shape, grid, dtype, tiles, constants, {})
+
+
+def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, dtype, carriers, target) -> jax.Array:
+    """Returns the product on FP8 carriers, recomputed where elements were lost."""
+    of_rows = rhs.ndim == 3
+    left = carry_operand(lhs[None], lhs_scales[None], carriers[0], target, carriers[0] == "e5m2")
+    batched = (rhs, rhs_scales) if of_rows else (rhs[None], rhs_scales[None])
+    right = carry_operand(*batched, carriers[1], target)
+    y = launch_values(_first(left), (right.elements, right.unit) if of_rows else _first(right), places, dtype)
+    if left.grouped is not None:
+        left = sift_rows(y, left, right, places[:3], places.run)
+    operands = (lhs, lhs_scales, rhs, rhs_scales)
+    return correct_experts(y, operands, left, right, places[1:3], places.run, target)
+
+
+def _first(q: Carried) -> tuple[jax.Array, jax.Array]:
+    return q.elements[0], q.unit[0]
+
+
+def _launch(kernel, arrays, shape, grid, dtype, tiles: Tiles, constants, options) -> jax.Array:
+    [out] = triton_call(
+        kernel,
+        *arrays,
+        # Triton's interpreter truncates to bfloat16 where GPUs round.
+        out=[jax.ShapeDtypeStruct(shape, jnp.float32 if knobs.runtime.interpret else dtype)],
+        grid=grid,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        options=options,
+        **constants,
+    )
+    return out.astype(dtype)

@@ -1,0 +1,173 @@
+"""Grouped GEMMs against products in float64, and `ragged_dot` by kernels against the definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dots import assert_same
+from support.gpu import HAS_GPU
+from test_fp4_gemm import GFX950, HERE, built_for, decode, draw
+
+import mxjax
+from mxjax.kernels.matmul import grouped
+from mxjax.kernels.quantize.filled import quantize_filled, takes_filled
+from mxjax.operands.kernel_operand import pack_by_definition
+from mxjax.operands.use import OperandUse
+from mxjax.policy import Rotation
+from mxjax.products.expert_runs import runs_of
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
+
+SIZES, ROWS = (300, 0, 57), 400
+CARRIERS = [None, ("e4m3", "e4m3"), ("e5m2", "e4m3")]
+
+
+@functools.cache
+def runs(run=256):
+    return runs_of(jnp.array(SIZES), ROWS, run, rest=True)
+
+
+def places():
+    r = runs()
+    return grouped.Places(r.experts, r.starts, r.ends, r.run, r.rows)
+
+
+def by_expert(product):
+    """Returns a product for each expert that has rows, of the slice of its rows, and of its runs' rows."""
+    found = []
+    for i, size in enumerate(SIZES):
+        begin, first = sum(SIZES[:i]), 256 * int(runs().starts[i])
+        found.append(product(i, slice(begin, begin + size), slice(first, 256 * int(runs().starts[i + 1]))))
+    return found
+
+
+def rows_and_wanted(rng, k, low, high):
+    lhs, rhs = draw(rng, (), ROWS, k, low, high), draw(rng, (3,), 70, k, low, high)
+    x, y = decode(*lhs), decode(*rhs)
+    wanted = np.zeros((ROWS, 70))
+    for part, rows in by_expert(lambda i, rows, _: (x[rows] @ y[i].T, rows)):
+        wanted[rows] = part
+    return [runs().filled(jnp.asarray(t)) for t in lhs], rhs, wanted
+
+
+def sums_and_wanted(rng, low, high):
+    lhs, rhs = (draw(rng, (), rows, 256 * runs().number, low, high) for rows in (65, 33))
+    x, y = decode(*lhs), decode(*rhs)
+    return lhs, rhs, np.stack(by_expert(lambda i, _, columns: x[:, columns] @ y[:, columns].T))
+
+
+@pytest.mark.parametrize("carriers", CARRIERS, ids=str)
+@pytest.mark.parametrize("target", [HERE, GFX950], ids=["here", "gfx950"])
+def test_products_of_like_scales_are_exact(carriers, target):
+    """Rows of no expert and experts without rows give zeros."""
+    if target is GFX950 and carriers:
+        pytest.skip("has FP4 units")
+    rng = np.random.default_rng(0)
+    with built_for(target):
+        for lhs, rhs, wanted in (rows_and_wanted(rng, 96, 126, 128), sums_and_wanted(rng, 126, 128)):
+            for dtype in (jnp.float32, jnp.bfloat16):
+                y = grouped.multiply_packed(tuple(lhs), rhs, places(), dtype, carriers)
+                np.testing.assert_array_equal(y, wanted.astype(dtype))
+
+
+@pytest.mark.parametrize("carriers", CARRIERS, ids=str)
+@pytest.mark.parametrize("k", [96, pytest.param(8224, marks=pytest.mark.slow)])
+def test_what_carriers_lose_is_recomputed(carriers, k):
+    """Scales span more than FP8 does, so that rows of both operands lose elements, near and far."""
+    rng = np.random.default_rng(1)
+    for lhs, rhs, wanted in (rows_and_wanted(rng, k, 100, 140), sums_and_wanted(rng, 100, 140)):
+        y = np.asarray(grouped.multiply_packed(tuple(lhs), rhs, places(), jnp.float32, carriers), np.float64)
+        scale = np.linalg.norm(wanted, axis=-1, keepdims=True)
+        assert np.all(abs(y - wanted) <= 1e-5 * scale)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bfloat16", "float8_e4m3fn"])
+def test_values_are_multiplied_too(dtype):
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.integers(-8, 8, (ROWS, 48)), dtype)
+    w = jnp.asarray(rng.integers(-8, 8, (3, 20, 48)), dtype)
+    y = grouped.multiply_values(runs().filled(x), w, places(), jnp.float32)
+    wanted = np.zeros((ROWS, 20))
+    for part, rows in by_expert(lambda i, rows, _: (x[rows].astype(float) @ w[i].astype(float).T, rows)):
+        wanted[rows] = part
+    np.testing.assert_array_equal(y, wanted)
+
+
+def tensors(rows, span=0):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, 96)) * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 96)))[None]
+    w = 0.02 * jax.random.normal(keys[1], (3, 96, 40))
+    return x.astype(jnp.bfloat16), w, 1e-3 * jax.random.normal(keys[2], (rows, 40), jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "implementation"))
+def products(x, w, dy, sizes, *, policy, implementation):
+    def product(x, w):
+        options = {"implementation": implementation, "preferred_element_type": dy.dtype}
+        return mxjax.ragged_dot(x, w, sizes, policy=policy, key=jax.random.key(5), **options)
+
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
+@pytest.mark.parametrize(
+    "policy", ["wgrad_hadamard", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fprop", "bf16", "fp8"))]
+)
+def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implementation):
+    """Without what no expert reads, which is NaN; scales span forty binades."""
+    x, w, dy = tensors(150, span=40)
+    x, dy, w = x.at[140:].set(jnp.nan), dy.at[140:].set(jnp.nan), w.at[1].set(jnp.nan)
+    found = products(x, w, dy, jnp.array([100, 0, 40]), policy=policy, implementation=implementation)
+    x, w, dy = x.at[140:].set(0), w.at[1].set(0), dy.at[140:].set(0)
+    wanted = products(x, w, dy, jnp.array([100, 0, 40]), policy=policy, implementation="reference")
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (np.asarray(t, np.float64) for t in (a, b))
+        assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
+    assert not np.any(found[0][140:])
+    assert not np.any(found[1][140:])
+    assert not np.any(found[2][1])
+
+
+@pytest.mark.slow
+def test_one_program_takes_any_sizes():
+    x, w, dy = (jnp.round(4 * t.astype(jnp.float32)) / 4 for t in tensors(150))
+    options = {"policy": "wgrad", "implementation": "fp8_carriers"}
+    for sizes in [(0, 150, 0), (0, 0, 0), (17, 1, 110)]:
+        found = products(x, w, dy, jnp.array(sizes), **options)
+        assert_same(found, products(x, w, dy, jnp.array(sizes), **options | {"implementation": "xla"}))
+
+
+@pytest.mark.parametrize("rotation", [None, Rotation(16)])
+def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
+    """As it quantizes a copy that is filled up; what no expert has is zero, though it is NaN."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((ROWS, 136)), jnp.bfloat16).at[sum(SIZES) :].set(jnp.nan)
+    uses = [OperandUse(-1, form="packed"), OperandUse(-2, rotation=rotation, form="packed")]
+    r = runs(128)
+    at = grouped.Places(r.experts, r.starts, r.ends, r.run, r.rows)
+    assert takes_filled(x, uses, at)
+    wanted = [pack_by_definition(r.filled(x), use) for use in uses]
+    assert_same(jax.tree.leaves(quantize_filled(x, uses, at)), jax.tree.leaves(wanted))
+
+
+@pytest.mark.slow
+def test_vmap_multiplies_one_after_another():
+    x, w, dy = tensors(150)
+    sizes = jnp.array([[100, 0, 40], [0, 150, 0]])
+    run = functools.partial(products, policy="wgrad", implementation="fp8_carriers")
+    mapped = jax.vmap(lambda sizes: run(x, w, dy, sizes))(sizes)
+    for i in range(2):
+        assert_same([t[i] for t in mapped], run(x, w, dy, sizes[i]))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter sums by numpy")
+def test_long_sums_are_within_their_bound_of_float64():
+    rng, r = np.random.default_rng(3), runs_of(jnp.array([8192]), 8192, 256, rest=True)
+    lhs, rhs = (draw(rng, (), 128, 256 * r.number, 126, 128) for _ in range(2))
+    at = grouped.Places(r.experts, r.starts, r.ends, r.run, r.rows)
+    [y] = grouped.multiply_packed(lhs, rhs, at, jnp.float32, ("e4m3", "e4m3"))
+    wanted = decode(*lhs)[:, :8192] @ decode(*rhs)[:, :8192].T
+    assert np.linalg.norm(y - wanted) < 2e-4 * np.linalg.norm(wanted)
