@@ -138,7 +138,7 @@ class BlockGemms:
 
     def _adapted(self, name: str, x, w: Adapted, dtype: Any) -> Array:
         """Returns `dot` of x and weights with an adapter."""
-        if self.slots is not None:  # statistics read the weights' values
+        if self._is_probed:  # statistics read the weights' values
             w = dataclasses.replace(w, frozen=w.values())
         return w.product(x, functools.partial(self.dot, name, dtype=dtype))
 

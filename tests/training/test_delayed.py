@@ -106,7 +106,7 @@ def test_a_magnitude_that_is_not_finite_stops_though_casts_saturate():
 
 def test_a_phase_without_delayed_scales_keeps_the_histories():
     optimizer = optimizer_of(without_histories(LAYERS))
-    state = init_state(first_params(), optimizer)
+    state = init_state(jax.tree.map(jnp.copy, first_params()), optimizer)  # which the step takes
     step = make_train_step(functools.partial(loss, layers=without_histories(LAYERS)), optimizer)
     before = jax.tree.map(np.asarray, state.opt_state)
     after, _ = step(state, BATCH, KEY)
