@@ -22,9 +22,16 @@ import sys
 from typing import Any
 
 from analysis.compare.compare import CompareConfig, compare
-from analysis.diagnose.diagnose import DiagnoseConfig, check_folder, diagnose_model, totals, write
+from analysis.diagnose.diagnose import (
+    DiagnoseConfig,
+    check_batches,
+    check_folder,
+    diagnose_model,
+    totals,
+    write,
+)
 from analysis.diagnose.tables import summary
-from analysis.evaluate import EvalConfig, evaluate_model, read_sets
+from analysis.evaluate import EvalConfig, evaluate_model, read_sets, with_mask
 from analysis.report.report import ReportConfig, report
 from analysis.restore import describe, in_words, restore
 from analysis.sample import SampleConfig, generate_text
@@ -66,7 +73,7 @@ def evaluate(arguments: EvalConfig) -> Record:
     enable_compilation_cache()
     restored = restore(arguments)
     sets = read_sets(arguments, restored)
-    found = describe(arguments, restored) | evaluate_model(restored, sets)
+    found = describe(arguments, restored) | evaluate_model(with_mask(arguments, restored), sets)
     if not arguments.json:
         tokens = sum(batch[:, 1:].size for one in sets for batch in one.batches)
         result = f"{result_in_words(found)}  over {tokens:,} tokens"
@@ -77,10 +84,12 @@ def evaluate(arguments: EvalConfig) -> Record:
 def diagnose(arguments: DiagnoseConfig) -> Record:
     """Returns the errors over all layers; with `out` writes those of every layer, and draws them."""
     enable_compilation_cache()
-    check_folder(arguments.out)
     restored = restore(arguments)
     batches = read_sets(arguments, restored)[0].batches
-    found = describe(arguments, restored) | diagnose_model(restored, batches, say=show_progress)
+    check_batches(batches)
+    check_folder(arguments.out)
+    masked = with_mask(arguments, restored)
+    found = describe(arguments, restored) | diagnose_model(masked, batches, say=show_progress)
     files = [] if arguments.out is None else write(found, arguments.out)
     if not arguments.json:
         show(summary(found), *map(str, files))

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -19,7 +19,14 @@ from training.data.evaluation_sets import (
     evaluate_sets,
     parse_eval_data,
 )
-from training.data.load import Tokens, held_out_tokens, load_data, load_held_out, make_sets
+from training.data.load import (
+    Tokens,
+    documents_of,
+    held_out_tokens,
+    load_data,
+    load_held_out,
+    make_sets,
+)
 from training.files import make_absolute
 from training.flags.ranges import COUNT, check_ranges
 from training.process.start import program_name
@@ -42,6 +49,9 @@ class EvalConfig(RunArguments):
     """Number of batches to read."""
     batch_size: int | None = None
     """Sequences a batch, where the run's need too much memory."""
+    document_mask: Literal["on", "off"] | None = None
+    """on: attention stays within a document, as in train.py; off: it sees all earlier tokens. Default: as in
+    the run; an imported checkpoint has no mask."""
 
     def __post_init__(self):
         make_absolute(self, "data")
@@ -62,6 +72,22 @@ def evaluate_model(restored: Restored, sets: Sequence[EvaluationSet]) -> Evaluat
     xla_options = compiler_options(phase.layers.policies, implementation)
     eval_step = make_eval_step(losses, xla_options)
     return evaluate_sets(sets, lambda batches: evaluate(eval_step, params, batches))
+
+
+def with_mask(arguments: EvalConfig, restored: Restored) -> Restored:
+    """Returns the model with the mask of documents that --document-mask names.
+
+    Raises:
+      ValueError: no token ends every document of the data.
+    """
+    if arguments.document_mask is None:
+        return restored
+    paths = [arguments.data] if arguments.data else list(parse_eval_data(arguments.eval_data).values())
+    own = restored.config.data
+    data = dataclasses.replace(
+        own, data=tuple(paths[:1]) or own.data, eval_data=(), document_mask=arguments.document_mask
+    )
+    return restored._replace(documents=documents_of(data, load_data(data, restored.model.vocab_size)))
 
 
 def read_sets(arguments: EvalConfig, restored: Restored) -> list[EvaluationSet]:

@@ -25,6 +25,7 @@ from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints, Weights
 from training.run.checksums import saved_steps
+from training.run.frozen import restore_weights
 from training.run.record import documents_of_run, from_json, model_of, read_run_config
 from training.step import all_finite
 
@@ -90,7 +91,7 @@ def restore(arguments: RunArguments) -> Restored:
         step = checkpoints.latest if arguments.step is None else arguments.step
         if step == "best":
             step = best_step(arguments.run, saved_steps(arguments.run / "checkpoints"), arguments.weights)
-        params = checkpoints.restore_params(decoder.abstract_params(model), step, arguments.weights)
+        params = restore_weights(arguments.run, config, model, checkpoints, step, arguments.weights)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):
         raise ValueError(
@@ -110,8 +111,9 @@ def describe(arguments: RunArguments, restored: Restored) -> dict[str, Any]:
         changes = own | changes | {"layers": (*own.get("layers", ()), *arguments.layers)}
     changes = {name: value for name, value in changes.items() if value}
     weights = {} if arguments.weights is None else {"weights": arguments.weights}
+    mask = getattr(arguments, "document_mask", None)
     found = {"run": str(arguments.run), "step": restored.step, "policy": restored.phase.policy}
-    return found | weights | changes
+    return found | weights | ({} if mask is None else {"document_mask": mask}) | changes
 
 
 def in_words(described: Mapping[str, Any]) -> str:

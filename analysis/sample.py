@@ -55,6 +55,11 @@ class SampleConfig(RunArguments):
                 f"--prompt is not UTF-8: its byte {at} is 0x{wrong.hex()}; convert it, for example with iconv"
             ) from None
         check_ranges(vars(self), _RANGES)
+        if not self.temperature and self.top_p != 1:
+            raise ValueError(
+                f"--top-p {self.top_p} draws nothing with --temperature 0, which takes the most probable "
+                "token; leave one of them out"
+            )
 
 
 class Codec(NamedTuple):

@@ -32,6 +32,10 @@ def load_config(path: pathlib.Path) -> DecoderConfig:
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     raw = {"vocab_size": 1} | read_object(path)
+    if raw.keys() >= {"config", "model"}:
+        raise ValueError(
+            f'{path} records a run: --init {path.parent} begins with its model, or save its "model" as a file'
+        )
     try:
         return _checked(read_config(raw) if "model_type" in raw else _from_fields(DecoderConfig, raw))
     except ValueError as error:
@@ -67,7 +71,7 @@ def _checked(config: DecoderConfig) -> DecoderConfig:
 def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:
     """Returns an instance of a dataclass of positive numbers, switches, words and such dataclasses."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in raw.keys() - fields.keys() - _IGNORED:
+    for name in sorted(raw.keys() - fields.keys() - _IGNORED):
         close = difflib.get_close_matches(name, fields, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(

@@ -134,8 +134,10 @@ class DecoderConfig:
                 "dense_d_ff must be 0 in the blocks with experts and one width in the others, and there must "
                 f"be both, got {self.dense_d_ff}"
             )
-        if not set(self.rope_layers) <= {0, 1}:
-            raise ValueError(f"rope_layers must be 0 or 1 in each block, got {self.rope_layers}")
+        if self.rope_layers and {*self.rope_layers} not in ({0}, {0, 1}):
+            raise ValueError(
+                f"rope_layers must be 0 or 1 in each block, 0 in one at least, got {self.rope_layers}"
+            )
         if self.yarn and 0 in self.rope_layers:
             raise ValueError("yarn scales queries and keys of all blocks: rope_layers must have no 0 with it")
         if self.rope_scaling and self.yarn:

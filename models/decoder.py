@@ -41,7 +41,7 @@ from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.remat import Remat, rematerialize
 from mxjax.stats.layers import Amax, Measures, Tensors
 
-AXES = gemms.AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
+PARAMETER_AXES = gemms.WEIGHT_AXES | {"embedding": ("vocab", "embed"), "head": ("embed", "vocab")}
 """The logical axes of every parameter except the scales of norms; see `models.sharding`."""
 _HIGH_PRECISION = ("blocks.*.attention.scores", "blocks.*.attention.values", "head")
 _BF16, _FP32 = get_policy("bf16"), get_policy("fp32")
@@ -243,7 +243,7 @@ def measured_loss(
 
 
 def _head(config: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None) -> Head:
-    layout = weight_layout(AXES["head"])
+    layout = weight_layout(PARAMETER_AXES["head"])
     return Head(policies["head"], implementation, layout, config.vocab_size, config.tied)
 
 

@@ -28,6 +28,11 @@ class Order(NamedTuple):
     sizes: Int32[Array, " E"]
     used: None = None
 
+    @property
+    def arrived(self) -> Int32[Array, " E"]:
+        """The tokens of each expert: all, since none travels."""
+        return self.sizes
+
     def spread(self, x_TD: Num[Array, "T D"]) -> Num[Array, "A D"]:
         """Returns the rows of the assignments."""
         active = len(self.forward) // len(x_TD)

@@ -183,6 +183,15 @@ class Exchange(NamedTuple):
         """Whether a row has a token."""
         return self.placement.used
 
+    @property
+    def arrived(self) -> Int32[Array, " E"]:
+        """The tokens of each expert that arrays of rows have room for, which are all."""
+        shape, first = self.shape, self.runs.placed
+        stop = jnp.minimum(first + self.runs.sizes, shape.capacity)
+        tokens_PG = jnp.sum(jnp.maximum(stop - first, 0), axis=0)
+        by_owner = tokens_PG.reshape(-1, shape.owners, shape.inner, shape.experts)
+        return jnp.sum(by_owner, axis=(0, 2)).reshape(-1)
+
     def spread(self, x_TD: Float[Array, "T D"]) -> Float[Array, "PC D"]:
         """Returns the rows, which have travelled to their experts' devices; zeros without tokens."""
         packed_TW = None if self.packing is None else pack_rows(lax.stop_gradient(x_TD), self.packing)

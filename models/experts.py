@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     """Statistics of routers over a batch, of one block or stacked.
 
     Attributes:
-      load: tokens that each expert got, as a fraction of all; the sum is the number of active experts.
+      load: tokens that arrived at each expert, as a fraction of all; the sum is the number of active experts.
       entropy: the mean over tokens of the router's entropy in nats; at most log E.
       balance: the load-balancing loss E sum(load * mean score), where scores are normalized; K if even.
         Source: Switch Transformers, arXiv 2101.03961, equation 4, for K experts a token.
@@ -77,10 +77,12 @@ class Experts(nnx.Module):
         if self.router_bias is not None:
             logits_TE += self.router_bias[...][None]
         balance = None if self.balance_bias is None else self.balance_bias[...]
-        experts_TK, gates_TK, gemms.routing = route(self.config, logits_TE, balance)
+        experts_TK, gates_TK, routing = route(self.config, logits_TE, balance)
         policies = gemms.policies["mlp.gate_up"], gemms.policies["mlp.down"]
         order = exchange_on_mesh(experts_TK, self.config.n, policies, gemms.traffic)
         order = sort_by_expert(experts_TK, self.config.n) if order is None else order
+        load_E = order.arrived.astype(jnp.float32) / len(x_TD)
+        gemms.routing = routing._replace(load=load_E)
         y_TKD = order.collect(self._mlp(order.spread(x_TD), down, order, gemms), self.config.active)
         y_TD = jnp.sum(gates_TK[..., None] * y_TKD.astype(jnp.float32), axis=1)
         y = y_TD.astype(x.dtype).reshape(x.shape)

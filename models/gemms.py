@@ -3,6 +3,8 @@
 Shapes in names as in `models.decoder`.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +22,7 @@ from models.documents import visible_keys
 from models.expert_order import Order
 from models.expert_parallel import Exchange
 from models.expert_traffic import Traffic
+from models.lora import Adapted
 from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.operands.computed import Norm, rms_norm, swiglu
@@ -41,7 +44,7 @@ BLOCK_LAYERS = (
 """The GEMMs of a block with an MLP, in the order in which they run."""
 LINEAR_LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 """The GEMMs of a block that multiply weights, in every model; experts' are ragged."""
-AXES = {
+WEIGHT_AXES = {
     "attention.qkv": ("embed", "heads"),
     "attention.out": ("heads", "embed"),
     "mlp.gate_up": ("embed", "mlp"),
@@ -107,12 +110,14 @@ class BlockGemms:
 
     def dot(self, name: str, x, w, norm: Norm | None = None, dtype: Any = None) -> Array:
         """Returns x @ w for the linear layer `name`, in dtype or x's; x after the norm, if there is one."""
+        if isinstance(w, Adapted):
+            return self._adapted(name, x if norm is None else rms_norm(x, norm), w, dtype)
         policy, key = self.policies[name], self._key(name)
         options: dict[str, Any] = {
             "policy": policy,
             "key": key,
             "implementation": self.implementation,
-            "layout": weight_layout(AXES[name]),
+            "layout": weight_layout(WEIGHT_AXES[name]),
         }
         if norm is not None:
             if self.slots is None:
@@ -124,28 +129,39 @@ class BlockGemms:
         slot = None if self.slots is None else self.slots.get(name)
         return y if slot is None else probe(policy, self.implementation, y, x, w, key, slot)
 
+    def _adapted(self, name: str, x, w: Adapted, dtype: Any) -> Array:
+        """Returns `dot` of x and weights with an adapter."""
+        if self.slots is not None:  # statistics read the weights' values
+            w = dataclasses.replace(w, frozen=w.values())
+        return w.product(x, functools.partial(self.dot, name, dtype=dtype))
+
     def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
-        """Returns the products of each expert's rows in x's dtype, for the layer `name`."""
+        """Returns the products of each expert's rows in x's dtype, for the layer `name`.
+
+        Its slot, if there is one, is an `Amax`, of all experts.
+        """
+        policy, key = self.policies[name], self._key(name)
         y = order.product(
             x,
             w,
-            policy=self.policies[name],
-            key=self._key(name),
+            policy=policy,
+            key=key,
             implementation=self.implementation,
             preferred_element_type=x.dtype,
         )
-        return tag_product(y)
+        slot = None if self.slots is None else self.slots.get(name)
+        return tag_product(y if slot is None else probe(policy, self.implementation, y, x, w, key, slot))
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""
-        if self.slots is None:
+        if self.slots is None and not isinstance(gate_up, Adapted):
             y = fused_mlp(
                 x,
                 (gate_up, down),
                 policies=[self.policies[name] for name in names],
                 keys=[self._key(name) for name in names],
                 implementation=self.implementation,
-                layouts=[weight_layout(AXES[name]) for name in names],
+                layouts=[weight_layout(WEIGHT_AXES[name]) for name in names],
                 norm=norm,
             )
             if y is not None:

@@ -66,8 +66,12 @@ def part_gradients(q, k, v, low, lse, dout, delta, *, is_causal: bool = False):
 
 
 def takes_part(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether the kernels compute these queries here: 128 is a multiple of all their blocks."""
-    return q.shape[1] % 128 == 0 and kernel_on(current_target(), False, q, is_plain=False) == "ours"
+    """Returns whether the kernels compute these queries here, which are then in whole blocks."""
+    if kernel_on(current_target(), False, q, is_plain=False) != "ours":
+        return False
+    from mxjax.kernels.attention.launches import BLOCK_MULTIPLE  # needs Triton
+
+    return q.shape[1] % BLOCK_MULTIPLE == 0
 
 
 def attend_part_by_kernel(target: Target | None, q, k, v, low, sinks_N, is_causal: bool):

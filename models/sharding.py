@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec
 
 from mxjax.runtime.mesh import Layout
 
-AXES = ("data", "expert", "fsdp", "context", "tensor")
+MESH_AXES = ("data", "expert", "fsdp", "context", "tensor")
 """The axes of every mesh, slowest first: the devices of a `tensor` group are neighbours."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = types.MappingProxyType(
@@ -103,7 +103,7 @@ def sum_over_rows(x: jax.Array, scattered: str | None = None, axis: int = 0) -> 
 
 def mesh_sizes() -> Mapping[str, int]:
     """Returns the size of each axis of the current mesh; 1 without."""
-    return jax.sharding.get_abstract_mesh().shape if _is_sharded() else dict.fromkeys(AXES, 1)
+    return jax.sharding.get_abstract_mesh().shape if _is_sharded() else dict.fromkeys(MESH_AXES, 1)
 
 
 def row_parts() -> int:
@@ -124,7 +124,7 @@ def parts_of(sizes: Mapping[str, int], logical: str) -> int:
 
 def _is_sharded() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1 and mesh.axis_names == AXES and mesh.are_all_axes_auto
+    return not mesh.empty and mesh.size > 1 and mesh.axis_names == MESH_AXES and mesh.are_all_axes_auto
 
 
 def after_gradients[T](x: jax.Array, weights: T) -> tuple[jax.Array, T]:

@@ -99,6 +99,14 @@ def optimization(request):
         jax.config.update("jax_disable_most_optimizations", spared)
 
 
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Text to train on."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+    return path
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
     """Makes JAX refuse operations on arrays of different ranks and, in the library's tests, dtypes.

@@ -23,7 +23,7 @@ from mxjax.runtime.remat import Remat
 from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
 from training.flags.policy_source import label, load_policy
-from training.flags.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
+from training.flags.ranges import COUNT, POSITIVE, SEED, Range, at_most, check_ranges
 from training.optimizer.config import RANGES as OPTIMIZER_RANGES
 from training.optimizer.config import OptimizerConfig, check_effect, check_logged
 
@@ -32,11 +32,12 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
     | {
         "seed": SEED,
         "devices": at_most(1024),
-        "target_loss": FINITE,
+        "target_loss": POSITIVE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
     | dict.fromkeys(
-        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every"), COUNT
+        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every", "lora"),
+        COUNT,
     )
     | dict.fromkeys(
         ("keep_checkpoints", "eval_every", "eval_batches", "eval_sequences", "log_every", "stats_every"),
@@ -244,6 +245,9 @@ class Config:
     DecoderConfig in models/configs.py. Its vocabulary too comes from the data."""
     init: pathlib.Path | None = None
     """Begin with the model and the last weights of this run, or of an imported checkpoint."""
+    lora: int | None = None
+    """Train low-rank adapters of this rank beside the linear layers of the blocks, and freeze the weights
+    that --init brings. Weights that `import --packed` brought stay in packed MXFP4."""
     branch: pathlib.Path | None = None
     """Go on from the state of another run in a new --out, with its flags: RUN, or RUN/checkpoints/STEP. With
     --decay N the learning rate falls over the next N steps, the last ones; --steps makes them more. It must
@@ -325,6 +329,7 @@ class Config:
         if self.stop_after is not None and not 0 < self.stop_after <= self.steps:
             raise ValueError(f"--stop-after must be from 1 to --steps {self.steps}, got {self.stop_after}")
         check_effect(self.optimizer, self.steps)
+        self._check_read()
         if self.mlperf.mllog:
             check_logged(self.optimizer)
         traced, profile = self.observe.profiled_steps, self.observe.profile
@@ -340,6 +345,20 @@ class Config:
             raise ValueError("--resume continues the run in --out: name its folder")
         if self.distributed and self.out is None:
             raise ValueError("--distributed needs --out: the folder that all processes share")
+
+    def _check_read(self) -> None:
+        """Raises ValueError for a flag that nothing reads beside the others."""
+        for name in ("submission_org", "submission_platform", "submission_division"):
+            if not self.mlperf.mllog and getattr(self.mlperf, name) != getattr(MLPerfConfig, name):
+                flag = f"--{name.replace('_', '-')} {getattr(self.mlperf, name)}"
+                raise ValueError(f"{flag} is for MLPerf's log: add --mllog, or leave it out")
+        if self.eval_sequences is not None and self.eval_batches != Config.eval_batches:
+            raise ValueError(
+                f"--eval-sequences {self.eval_sequences} replaces --eval-batches {self.eval_batches}: give "
+                "one of them, for batches beside a preset --eval-sequences None"
+            )
+        if (every := self.observe.stats_every) is not None and every > self.steps:
+            raise ValueError(f"--stats-every {every} measures nothing in --steps {self.steps}; lower it")
 
     @property
     def last_step(self) -> int:

@@ -28,7 +28,6 @@ import tyro
 
 from models import decoder
 from models.configs import DecoderConfig, name_of, to_dict
-from models.decoder import abstract_params
 from models.huggingface.architectures import views
 from models.huggingface.config import read_config, write_config
 from models.huggingface.files import (
@@ -43,10 +42,12 @@ from models.huggingface.files import (
 )
 from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
+from models.huggingface.peft import write_adapters
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
-from models.huggingface.weights import as_written, dtype_field, progress, read_params, specs_of
+from models.huggingface.weights import as_written, check_finite, dtype_field, progress, read_params, specs_of
+from models.lora import merged
 from models.received import read_text
-from mxjax import Operand, get_policy
+from mxjax import Operand
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy.layers import LayerPolicies
 from training.calibration import largest_inputs
@@ -55,14 +56,28 @@ from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
 from training.flags.ranges import Range, check_ranges
 from training.log.metrics import best_step
-from training.model_card import EndToken, end_token, export_in_words, import_in_words, model_card
+from training.model_card import (
+    EndToken,
+    adapters_in_words,
+    end_token,
+    export_in_words,
+    import_in_words,
+    model_card,
+)
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
-from training.run.record import documents_of_run, model_of, read_run_config, to_json, write_run_config
+from training.run.frozen import restore_weights
+from training.run.record import (
+    from_json,
+    model_of,
+    read_run_config,
+    to_json,
+    write_run_config,
+)
 from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
@@ -103,15 +118,18 @@ CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(m
 RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> str:
+def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool = False) -> str:
     """Imports a Hugging Face checkpoint as a run; returns a summary and the next command, in two lines.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
         linear layers in MXFP4 or NVFP4 as compressed-tensors packs them, or in MXFP4 as Quark does.
       run: the folder to create.
+      packed: keep linear layers in MXFP4 as they are, of 4.25 bits a weight, for train.py --lora. Only layers
+        that all blocks have in MXFP4 are; experts and all else are in float32.
     Raises:
-      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged.
+      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged, or has
+        nothing that can stay packed.
     """
     source, run = absolute_path(source), absolute_path(run)
     check_files(source)
@@ -122,7 +140,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> str:
     config = read_config(raw)
     with new_folder(run) as folder:
         with Reader(source) if layout is None else PackedReader(source, layout) as reader:
-            params, dtypes = read_params(reader, config)
+            params, dtypes = read_params(reader, config, keeps_packed=packed)
         save_params(folder / "checkpoints", params)
         kept = folder / HUGGINGFACE
         kept.mkdir()
@@ -152,7 +170,8 @@ def export_checkpoint(
     activations: bool = False,
     calibrate: str | None = None,
     chat_template: pathlib.Path | None = None,
-    shard_gb: float = 5.0,
+    adapters: bool = False,
+    shard_gb: float | None = None,
     allow_nonfinite: bool = False,
 ) -> str:
     """Exports a run for transformers; returns a summary and the next command, in two lines.
@@ -171,7 +190,8 @@ def export_checkpoint(
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
       chat_template: a Jinja file with the model's chat template.
-      shard_gb: largest size of a file's tensors, in 10**9 bytes.
+      adapters: write the adapters of --lora alone, as PEFT does, and not the weights with them merged.
+      shard_gb: largest size of a file's tensors, in 10**9 bytes. Default: 5.
       allow_nonfinite: also write weights that are NaN or infinite.
     Raises:
       ValueError: no such run or step, `target` is in use, the weights do not fit the requested format, or
@@ -181,27 +201,34 @@ def export_checkpoint(
     run, target = absolute_path(run), absolute_path(target)
     calibrate = calibrate and str(absolute_path(calibrate))
     template = chat_template and _template(absolute_path(chat_template))
+    if quantize == "gguf" and shard_gb is not None:
+        raise ValueError(f"--shard-gb {shard_gb:g}: --quantize gguf writes one file; leave it out")
     _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
+    if adapters and (saved["config"].get("lora") is None or quantize or dtype or template):
+        raise ValueError("--adapters is for runs with --lora; leave out --quantize, --dtype, --chat-template")
     steps = saved_steps(run / "checkpoints")
     step = best_step(run, steps, weights) if step == "best" else step
     at = max(steps, default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
-            params = jax.tree.map(
-                np.asarray, checkpoints.restore_params(abstract_params(config), step, weights)
-            )
-        _check_finite(run, views(config, params), allow_nonfinite)
+            restored = restore_weights(run, from_json(saved["config"]), config, checkpoints, step, weights)
+        params = jax.tree.map(np.asarray, merged(restored))
+        check_finite(run, views(config, params), allow_nonfinite)
+        if adapters:
+            write_adapters(folder, config, restored)
+            return adapters_in_words(target, at)
         raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
         packing = _Packing(None, {}, "not quantized", None)
         if quantize is not None:
             dtype = "bfloat16"
             phases = from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
-            packing = _pack(config, layers, quantize, scale_rule, calibrate is not None)
+            packing = _pack(config, layers, quantize, scale_rule)
             if calibrate is not None:
-                packing = packing._replace(inputs=_inputs(run, saved, config, params, layers, calibrate))
+                inputs = largest_inputs(run, saved, config, params, layers, calibrate)
+                packing = packing._replace(inputs=inputs)
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
         raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
         if packing.layout is not None:
@@ -214,7 +241,7 @@ def export_checkpoint(
             library, file = importlib.import_module("gguf"), folder / "model.gguf"
             write_gguf(library, file, config, params, packing.operands, raw)
         else:
-            _write_weights(folder, config, params, specs, packing, int(shard_gb * 1e9))
+            _write_weights(folder, config, params, specs, packing, int((shard_gb or 5.0) * 1e9))
         (folder / "README.md").write_text(model_card(run, saved, at, packing.line, weights))
     return export_in_words(target, config, at, packing.line)
 
@@ -240,30 +267,13 @@ def _pack(
     layers: LayerPolicies | None,
     quantize: PackedFormat | Literal["gguf"],
     scale_rule: ScaleRule | None,
-    calibrated: bool,
 ) -> _Packing:
     """Returns how `--quantize` stores a model, without inputs; see `choose_operands`."""
     layout = layout_for(config, quantize)
     number = "mxfp4" if layout is None else layout.number
     if number == "nvfp4" and config.experts is not None:
-        if calibrated:
-            raise ValueError("--calibrate measures no inputs of experts; leave out --activations")
         print(f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr)
     return _Packing(layout, *choose_operands(config, layers, scale_rule, number), None)
-
-
-def _inputs(
-    run: pathlib.Path,
-    saved: dict[str, Any],
-    config: DecoderConfig,
-    params: decoder.Params,
-    layers: LayerPolicies | None,
-    data: str,
-) -> dict[str, float]:
-    """Returns the largest inputs on the data, in the policies given or bfloat16, under the run's mask."""
-    layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-    seq_len = saved["config"]["data"]["seq_len"]
-    return largest_inputs(run, config, params, layers, data, seq_len, documents_of_run(saved))
 
 
 def _check_format_flags(
@@ -297,15 +307,6 @@ def _template(path: pathlib.Path) -> bytes:
     if path.is_dir() or not path.exists():
         raise ValueError(f"{name}: no such file")
     return read_text(path, name).encode()
-
-
-def _check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:
-    bad = [name for name, view in named.items() if not np.isfinite(view).all()]
-    if bad and not allow_nonfinite:
-        raise ValueError(
-            f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
-            "export an earlier --step, or add --allow-nonfinite"
-        )
 
 
 def _write_weights(

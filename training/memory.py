@@ -6,7 +6,8 @@ T tokens of a batch part on a device, L layers, D d_model, N query heads times h
 query, key and value, F d_ff, V vocabulary, W = D Q + N D + 3 D F weights of a block. N, Q, F and V are a
 device's share by the mesh axis `tensor`. In bytes:
 
-    parameters, optimizer   as the state's arrays have them; 4 and 8 a parameter for AdamW in float32
+    parameters, optimizer   as the state's arrays have them; 4 and 8 a parameter for AdamW in float32; of
+                            weights that --lora freezes 17/32 if they are packed, 4 if not
     gradients               4 a parameter; 8 with --accumulate
     activations             what the forward pass keeps for the backward pass, counted in its jaxpr;
                             per block, by `mxjax.runtime.remat`'s modes:
@@ -16,7 +17,8 @@ device's share by the mesh axis `tensor`. In bytes:
       none                  everything that the backward passes of policy and attention read
     working                 temporary arrays, the larger of
       a block               its activations of mode `none` if they are recomputed, 32 T F for SwiGLU
-                            and its gradient in float32, 6 W for its gradients and bfloat16 weights,
+                            and its gradient in float32, 6 W for its gradients and bfloat16 weights, or
+                            for its unpacked weights in float32 and bfloat16,
                             attention's scores unless they are fused (`models.attention.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
       Muon's update         4 a parameter that it takes, four times as much of the largest array
@@ -38,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from models import decoder
+from models import decoder, lora
 from models.attention import score_bytes
 from models.configs import DecoderConfig
 from models.context import sequence_parts
@@ -47,7 +49,7 @@ from models.documents import Documents
 from models.expert_parallel import shape_of
 from models.loss import LOSS_TOKENS
 from models.ring import ring_bytes
-from models.sharding import AXES, parts_of
+from models.sharding import MESH_AXES, parts_of
 from mxjax.numerics.formats import BLOCK
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
@@ -79,7 +81,7 @@ def gib(size: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(AXES, 1))
+ONE_DEVICE: Mapping[str, int] = types.MappingProxyType(dict.fromkeys(MESH_AXES, 1))
 
 
 class Memory(NamedTuple):
@@ -108,6 +110,7 @@ def step_memory(
     params: Any,
     opt_state: Any,
     *,
+    frozen: Any = None,
     batch_size: int,
     seq_len: int,
     accumulate: int = 1,
@@ -122,6 +125,7 @@ def step_memory(
     Args:
       config, policies: the model and the policy of every layer.
       params, opt_state: arrays, whose shards on a device count, or their shapes and dtypes.
+      frozen: those of the parameters to which `params` are adapters; None without --lora.
       batch_size: sequences a step, on all devices.
       seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
@@ -133,13 +137,13 @@ def step_memory(
     rows, length = -(-batch_size * parts // (accumulate * parts_of(mesh, "rows"))), seq_len // parts
     tokens = rows * length
     config = device_share(config, mesh, tokens)
-    shapes = abstract_params(config)
+    shapes = abstract_params(config) if frozen is None else params
 
     def kept(mode: Remat) -> int:
         options: dict[str, Any] = {"implementation": implementation, "documents": documents}
         loss = functools.partial(decoder.mean_loss, config, policies=policies, remat=mode, **options)
         head = 4 * config.d_model * config.vocab_size  # a gradient, though the forward pass computes it
-        return kept_bytes(loss, shapes, (rows, length + 1)) - head
+        return kept_bytes(loss, shapes, (rows, length + 1), frozen) - head
 
     activations = kept(remat)
     queries = jax.ShapeDtypeStruct((rows, length, config.n_heads, config.head_dim), jnp.bfloat16)
@@ -151,7 +155,7 @@ def step_memory(
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
     largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
     return Memory(
-        parameters=own,
+        parameters=own + device_bytes(frozen),
         optimizer=device_bytes(opt_state),
         gradients=gradients * (1 if accumulate == 1 else 2),
         activations=activations,
@@ -181,15 +185,21 @@ def device_share(config: DecoderConfig, mesh: Mapping[str, int], tokens: int) ->
     )
 
 
-def kept_bytes(loss, params: Any, batch_shape: tuple[int, int]) -> int:
-    """Returns the bytes that `loss(params, batch, key=)` keeps for its gradient besides params."""
+def kept_bytes(loss, params: Any, batch_shape: tuple[int, int], frozen: Any = None) -> int:
+    """Returns the bytes that `loss(params, batch, key=)` keeps for its gradient besides params.
 
-    def backward(params, batch, key):
-        return jax.vjp(lambda p: loss(p, batch, key=key), params)[1]
+    With frozen parameters, params are adapters to them, and the loss takes both attached.
+    """
 
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
+    def backward(params, frozen, batch, key):
+        def of_params(p):
+            return loss(p if frozen is None else lora.attach(p, frozen), batch, key=key)
+
+        return jax.vjp(of_params, params)[1]
+
+    trees = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, frozen))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    jaxpr = jax.make_jaxpr(backward)(shapes, jax.ShapeDtypeStruct(batch_shape, jnp.int32), key).jaxpr
+    jaxpr = jax.make_jaxpr(backward)(*trees, jax.ShapeDtypeStruct(batch_shape, jnp.int32), key).jaxpr
     kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - set(jaxpr.invars)
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)  # pyright: ignore
 

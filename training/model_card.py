@@ -62,6 +62,12 @@ def export_in_words(folder: pathlib.Path, model: DecoderConfig, step: int, store
     return f"exported step {step:,} as {folder}: {_in_words(model)}; {stored}\n{then}"
 
 
+def adapters_in_words(folder: pathlib.Path, step: int) -> str:
+    """Returns that adapters were exported, and how to load them, in two lines."""
+    then = f"peft.PeftModel.from_pretrained(MODEL, {str(folder)!r})"
+    return f"exported the adapters of step {step:,} as {folder}\nload them: {then}"
+
+
 def _in_words(model: DecoderConfig) -> str:
     """Returns the architecture and the sizes of a model."""
     name = ARCHITECTURES[model_type(model)].name
@@ -74,7 +80,7 @@ def _in_words(model: DecoderConfig) -> str:
 def model_card(
     run: pathlib.Path, saved: dict[str, Any], step: int, stored: str, weights: Weights | None = None
 ) -> str:
-    """Returns README.md of an export: data, policy, tokens, loss, versions and command.
+    """Returns README.md of an export: data, policy, tokens, loss, versions, commit and command.
 
     Args:
       saved: config.json of the run.

@@ -23,9 +23,8 @@ from jaxtyping import Array
 from models import decoder
 from models.configs import DecoderConfig
 from models.context import fewest_sequences
-from models.decoder import AXES, Params, abstract_params
-from models.sharding import AXES as MESH_AXES
-from models.sharding import RULES, batch_parts_of, parts_of, spec
+from models.decoder import PARAMETER_AXES, Params, abstract_params
+from models.sharding import MESH_AXES, RULES, batch_parts_of, parts_of, spec
 from models.stacks import DENSE
 from mxjax.numerics.formats import get_format
 from mxjax.policy import Policy
@@ -198,7 +197,7 @@ def abstract_state(
     """Returns the shapes, dtypes and shardings of what `first_state` creates."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(lambda key: init_state(fill(decoder.init(config, key)), optimizer), key)
-    shardings = state_shardings(mesh, optimizer, state, param_shardings(mesh, parameter_axes(config)))
+    shardings = state_shardings(mesh, optimizer, state, param_shardings(mesh, parameter_axes(state.params)))
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
 
 
@@ -273,7 +272,7 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
     flat, structure = jax.tree.flatten_with_path(abstract_params(config))
     for (path, x), names, lengths in zip(
         flat,
-        structure.flatten_up_to(parameter_axes(config)),
+        structure.flatten_up_to(parameter_axes(abstract_params(config))),
         structure.flatten_up_to(units),
         strict=True,
     ):
@@ -292,14 +291,14 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             )
 
 
-def parameter_axes(config: DecoderConfig) -> Params:
+def parameter_axes(params: Params) -> Params:
     """Returns the logical axes of every parameter; those of blocks begin with "layers"."""
 
     def axes(name: str, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
         own = _own_axes(name.removeprefix("blocks."), x.ndim - name.startswith("blocks."))
         return ("layers", *own) if name.startswith("blocks.") else own
 
-    return _map_named(axes, abstract_params(config))
+    return _map_named(axes, params)
 
 
 def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:
@@ -322,8 +321,8 @@ def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:
 
 def _own_axes(name: str, ndim: int) -> tuple[str, ...]:
     """Returns the logical axes of a parameter, those of one block; an expert's have one before them."""
-    if name in AXES:
-        return ("experts", *AXES[name])[-ndim:]
+    if name in PARAMETER_AXES:
+        return ("experts", *PARAMETER_AXES[name])[-ndim:]
     return ("norm",) * ndim
 
 
@@ -385,7 +384,7 @@ def resize_on(mesh: Mesh, tree: Any, size: int) -> Any:
 def _axes(path: Any) -> tuple[str, ...]:
     """Returns the logical axes of an embedding or head, or of its moments; none for other arrays."""
     name = getattr(path[-1], "key", None)
-    return AXES[name] if name in ("embedding", "head") else ()
+    return PARAMETER_AXES[name] if name in ("embedding", "head") else ()
 
 
 def _resize(x: Array, axis: int, size: int) -> Array:

@@ -55,6 +55,7 @@ class TrainState(NamedTuple):
       step: number of steps taken, skipped ones included.
       finite: whether every loss, gradient and update so far was finite, apart from those of skipped steps.
       skipped: number of skipped steps.
+      frozen: parameters that no step changes and no checkpoint holds, of a run with --lora; else None.
     """
 
     step: Int32[Array, ""]
@@ -62,6 +63,12 @@ class TrainState(NamedTuple):
     opt_state: Any
     finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
+    frozen: Any = None
+
+    @property
+    def weights(self) -> Any:
+        """The parameters of losses: a pair with the frozen ones if there are any."""
+        return self.params if self.frozen is None else (self.params, self.frozen)
 
 
 class StepMetrics(NamedTuple):
@@ -122,7 +129,6 @@ def make_train_step(
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
         then, unless the loss or a gradient depends on the element.
     """
-    loss_and_grads = _make_loss_and_grads(loss, has_aux, accumulate, shardings)
     optimizer = optax.with_extra_args_support(optimizer)
 
     @functools.partial(
@@ -139,6 +145,8 @@ def make_train_step(
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
         weights = jax.tree.map(lambda w: w.astype(jnp.float32), state.params)  # if they are stored in less
+        own = loss if state.frozen is None else lambda params, *rest: loss((params, state.frozen), *rest)
+        loss_and_grads = _make_loss_and_grads(own, has_aux, accumulate, shardings)
         (value, aux), grads = loss_and_grads(weights, batch, key)
         # Else every pass that reads gradients stacks those of all layers, in kernels of 13,000 instructions.
         grads = jax.lax.optimization_barrier(grads)
@@ -195,7 +203,8 @@ def _next_state(
     """Returns the state after a step that is counted, or skipped, or ends the run."""
     taken = jnp.where(finite | skip_nonfinite, 1, 0)
     skipped = state.skipped + jnp.where(finite, 0, taken)
-    return TrainState(state.step + taken, *kept, finite=finite | skip_nonfinite, skipped=skipped)
+    counted = TrainState(state.step + taken, *kept, finite=finite | skip_nonfinite, skipped=skipped)
+    return counted._replace(frozen=state.frozen)
 
 
 class ScheduledStep:

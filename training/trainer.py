@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models import decoder
+from models import decoder, lora
 from models.configs import DecoderConfig
 from models.context import fewest_sequences
 from models.decoder import Params
 from models.documents import Documents
 from models.experts import routing_by_layer
-from models.gemms import linear_layers
+from models.gemms import linear_layers, linear_weights
 from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
@@ -34,6 +34,7 @@ from training.optimizer.optimizers import keeps_finite, optimizer_of
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase, phase_at
 from training.plan import Plan
+from training.run.frozen import frozen_shapes
 from training.sharding import (
     abstract_batch,
     abstract_state,
@@ -61,9 +62,7 @@ class Trainer:
     def __init__(self, plan: Plan):
         """Traces the state's shapes; nothing is computed."""
         self._plan = plan
-        self._fill = functools.partial(
-            as_stored, dtype=plan.config.optimizer.master, size=plan.filled_vocab_size
-        )
+        self._fill = functools.partial(as_stored, config=plan.config, size=plan.filled_vocab_size)
         self._key = jax.random.key(plan.config.seed)
         self._optimizer = self._optimizer_of(plan.phases[0])
         self._shapes = abstract_state(plan.model, self._optimizer, plan.mesh, self._fill)
@@ -74,7 +73,8 @@ class Trainer:
         """Returns an estimate of the memory that a step takes on a device, in the policies of that step."""
         plan, config = self._plan, self._plan.config
         layers = phase_at(plan.phases, step).layers
-        return memory_of_run(config, plan.model, layers, self._shapes, plan.mesh.shape, plan.documents)
+        shapes = self._shapes._replace(frozen=frozen_shapes(config))
+        return memory_of_run(config, plan.model, layers, shapes, plan.mesh.shape, plan.documents)
 
     def init(self) -> TrainState:
         """Returns the state before the first step, with random parameters."""
@@ -123,20 +123,21 @@ class Trainer:
         """Returns the error of each layer's GEMMs in a step, and what its routers do."""
         if self._plan.mesh.shape["context"] > 1:
             batch = batch[: shared_by_mesh(self._plan)[0]]  # devices may be unable to share a few more
-        found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
+        found = by_layer(self._programs.layer_stats(state.weights, batch, state.step))
         if self._plan.model.experts is None:
             return found
         model, key = self._plan.model, jax.random.fold_in(self._key, state.step)
         routed = block_numbers(model).get("mlp", range(model.n_layers))
-        return found | routing_by_layer(self._programs.routing(state.params, batch, key), routed)
+        return found | routing_by_layer(self._programs.routing(state.weights, batch, key), routed)
 
     def evaluate(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, float]:
         """Returns the loss over the batches, its perplexity, the number of tokens, and the average's loss."""
         batches, again = itertools.tee(batches)
-        found = evaluate(self._programs.eval_step, state.params, batches)
+        found = evaluate(self._programs.eval_step, state.weights, batches)
         if (average := average_of(state.opt_state)) is None:
             return found
-        return found | {"ema_eval_loss": evaluate(self._programs.eval_step, average, again)["eval_loss"]}
+        averaged = evaluate(self._programs.eval_step, state._replace(params=average).weights, again)
+        return found | {"ema_eval_loss": averaged["eval_loss"]}
 
     @property
     def _programs(self) -> "Programs":
@@ -155,9 +156,15 @@ class Trainer:
         return optimizer_of(config.optimizer, self._plan.model, config.precision.deoscillate, phase.layers)
 
 
-def as_stored(params: Params, *, dtype: str, size: int) -> Params:
-    """Returns parameters as a state has them: in the dtype of --master, with a filled vocabulary."""
-    return jax.tree.map(lambda w: w.astype(jnp.dtype(dtype)), resize(params, size))
+def as_stored(params: Params, *, config: Config, size: int) -> Params:
+    """Returns parameters as a state has them: in the dtype of --master, with a filled vocabulary.
+
+    With --lora they are the adapters of these parameters.
+    """
+    if config.lora is not None:
+        key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 1)  # as in `init`
+        params = lora.adapters(linear_weights(params["blocks"]), config.lora, key)
+    return jax.tree.map(lambda w: w.astype(jnp.dtype(config.optimizer.master)), resize(params, size))
 
 
 class Programs(NamedTuple):
@@ -234,8 +241,9 @@ def _with_options(plan: Plan, phase: Phase, function: Callable, **options: Any) 
         "documents": plan.documents,
         "traffic": config.expert_traffic,
     }
+    whole = as_float32 if config.lora is None else lambda params: lora.attach(*params)
     return lambda params, batch, key, slots=None: function(
-        plan.model, as_float32(params), batch, key=key, slots=slots, **options
+        plan.model, whole(params), batch, key=key, slots=slots, **options
     )
 
 
@@ -259,6 +267,7 @@ def memory_of_run(
             policies,
             shapes.params,
             shapes.opt_state,
+            frozen=shapes.frozen,
             batch_size=config.data.batch_size,
             seq_len=config.data.seq_len,
             accumulate=config.accumulate,

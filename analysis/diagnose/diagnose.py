@@ -21,6 +21,7 @@ from analysis.restore import Restored
 from models import decoder
 from models.configs import DecoderConfig
 from models.gemms import linear_weights
+from models.lora import merged
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
@@ -60,6 +61,7 @@ def diagnose_model(
 ) -> dict[str, Any]:
     """Returns the diagnosis of a restored model, the size of what it read, and the versions that ran it."""
     config, model, params, _, phase, implementation, documents = restored
+    params = merged(params)  # the GEMMs of whole weights are measured
     training = {"documents": documents, "z_loss": config.optimizer.z_loss}
     found = diagnose(model, params, phase.layers, implementation, batches, say=say, **training)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}

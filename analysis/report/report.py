@@ -40,6 +40,8 @@ class ReportConfig:
         check_ranges(vars(self), {"tokens": COUNT})
         if not self.runs:
             raise ValueError("name the folder of a run")
+        if self.tokens != ReportConfig.tokens and not self.prompts:
+            raise ValueError(f"--tokens {self.tokens} is for samples: add --prompts TEXT, or leave it out")
 
 
 def report(arguments: ReportConfig) -> dict[str, Any]:

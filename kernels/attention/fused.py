@@ -102,7 +102,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array, masked:
 def _differentiable(
     by_aiter: bool, target: Target | None, masked: bool, with_sinks: bool
 ) -> Callable[..., jax.Array]:
-    """Returns attention with its gradients, a separate function for each target: JAX caches its trace.
+    """Returns attention with its gradients.
 
     Its arguments are q, k, v, `first_key` if `masked` and sinks if `with_sinks`.
     """

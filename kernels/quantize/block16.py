@@ -151,8 +151,7 @@ class _Start(NamedTuple):
 def _quantizer(pair: Pair, factored: bool, target: Target | None):
     """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], mean or none; vmap grows v.
 
-    It returns the words of the wanted sides and the tensor scales [v, 2]. JAX caches the function's trace,
-    hence a separate function for each target.
+    It returns the words of the wanted sides and the tensor scales [v, 2].
     """
 
     def run(x, scalars, *mean):

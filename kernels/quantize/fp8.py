@@ -28,7 +28,7 @@ from mxjax.numerics.float_scales import divide, tensor_max
 from mxjax.numerics.formats import get_format
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
-from mxjax.runtime.devices import Target, current_target
+from mxjax.runtime.devices import Target
 
 UNIT = 16
 """Both axes are multiples of it: FP8 GEMMs need that, and words hold whole columns."""
@@ -73,7 +73,7 @@ def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[
     rows, columns = (f and jnp.dtype(f.dtype).name for f in both)
     sides = (rows, columns)
     v = math.prod(batch)
-    run = _caster(sides, current_target())
+    run = _caster(sides)
     written = run(x.reshape(v, r, c), *(jnp.broadcast_to(factor, (v,)) for factor in per_unit))
     made = {}
     for axis, dtype, factor in zip((-1, -2), sides, per_unit, strict=True):
@@ -84,12 +84,8 @@ def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[
 
 
 @functools.cache
-def _caster(sides: Sides, target: Target | None):
-    """Returns a function of x [v, r, c] and two factors [v], of rows and columns; vmap grows v.
-
-    JAX caches the function's trace, hence a separate function for each target.
-    """
-    del target
+def _caster(sides: Sides):
+    """Returns a function of x [v, r, c] and two factors [v], of rows and columns; vmap grows v."""
 
     def run(x, *factors):
         return _on_mesh(sides, x.shape)(x, *factors)

@@ -97,10 +97,7 @@ def elements_of(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, 
 
 @functools.cache
 def _quantizer(pair: Pair, form: Form, target: Target | None):
-    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 12]; vmap grows v.
-
-    JAX caches the function's trace, hence a separate function for each target.
-    """
+    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 12]; vmap grows v."""
 
     def run(x, scalars):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
@@ -206,7 +203,7 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     *batch, r, n = arrays[0].shape
     n = n // 2 if kind == "gated" else n
     v = math.prod(batch)
-    run = _computed_quantizer((rows.options, columns.options), kind, current_target())
+    run = _computed_quantizer((rows.options, columns.options), kind)
     made = run(*(a.reshape(v, *a.shape[len(batch) :]) for a in arrays))
     return [
         KernelOperand(
@@ -232,12 +229,8 @@ def _with_factors(product: Product) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 @functools.cache
-def _computed_quantizer(pair: Pair, kind: ComputedKind, target: Target | None):
-    """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v.
-
-    JAX caches the function's trace, hence a separate function for each target.
-    """
-    del target
+def _computed_quantizer(pair: Pair, kind: ComputedKind):
+    """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v."""
 
     def run(*arrays):
         return _computed_on_mesh(pair, kind, arrays[0].shape)(*arrays)

@@ -98,6 +98,7 @@ def views(config: DecoderConfig, params: decoder.Params) -> dict[str, np.ndarray
     """Returns every tensor of a decoder as a view of `params`, by Hugging Face's names and in their order.
 
     Reshaped to `shape_of` a view is Hugging Face's tensor. Assigning to the view writes into `params`.
+    Matrices of the blocks may have any number of inputs, as packed weights and adapters do.
     """
     c, blocks = config, params["blocks"]
     found = {"model.embed_tokens.weight": params["embedding"]}
@@ -163,7 +164,7 @@ def _first(stacked: Mapping) -> dict:
 def _attention_views(c: DecoderConfig, attention: Mapping) -> dict[str, np.ndarray]:
     """Returns the tensors of a layer's attention."""
     heads = c.n_heads // c.n_kv_heads
-    qkv_DGRH = attention["qkv"].reshape(c.d_model, c.n_kv_heads, heads + 2, c.head_dim)
+    qkv_DGRH = attention["qkv"].reshape(-1, c.n_kv_heads, heads + 2, c.head_dim)
     found = {
         f"self_attn.{name}.weight": view for name, view in _split_heads(qkv_DGRH.transpose(1, 2, 3, 0), heads)
     }

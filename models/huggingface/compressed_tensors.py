@@ -64,6 +64,13 @@ def number_of(raw: Mapping[str, Any]) -> FP4:
     Raises:
       ValueError: they are stored otherwise; the message names the scheme.
     """
+    sparse = raw.get("sparsity_config")
+    others = {
+        "transform_config": raw.get("transform_config"),  # rotations that consumers apply
+        "sparsity_config": sparse and not (isinstance(sparse, dict) and sparse.get("format") == "dense"),
+    }
+    if field := next((name for name, given in others.items() if given), None):
+        raise ValueError(f"{METHOD} checkpoints with {field} are not supported")
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError("quantization_config has no config_groups")
@@ -71,11 +78,12 @@ def number_of(raw: Mapping[str, Any]) -> FP4:
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(weights := group.get("weights"), dict):
             raise ValueError(f"quantization_config.config_groups.{name} has no weights")
-        names.add(stored := group.get("format") or raw.get("format"))
+        stored = group.get("format") or raw.get("format")
         if not isinstance(stored, str) or stored not in _FORMATS:
             raise ValueError(
                 f"{METHOD} format {stored!r} is not supported; {' and '.join(map(repr, _FORMATS))} are"
             )
+        names.add(stored)
         for field, only in _SCHEMES[_FORMATS[stored]].items():
             if weights.get(field) != only:
                 raise ValueError(

@@ -251,7 +251,8 @@ def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
     }
     raw |= window_fields(config, kind) | _expert_fields(config, kind)
     if kind == "smollm3":
-        raw["no_rope_layers"] = list(config.rope_layers)
+        # The default padding token is beyond smaller vocabularies.
+        raw |= {"no_rope_layers": list(config.rope_layers), "pad_token_id": None}
     if read_config(raw) != config:
         raise ValueError(
             f"transformers has no architecture with all parts of this model; {kind}, the closest, lacks some"

@@ -206,6 +206,14 @@ class Reader:
         values = np.fromfile(path, DTYPES["F8_E4M3"], math.prod(shape), offset=start)
         return values.reshape(shape)
 
+    def packed_weights(self) -> frozenset[str]:
+        """Returns the names of the matrices in MXFP4 that `read_packed` takes."""
+        return frozenset()
+
+    def read_packed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes of a matrix in MXFP4: elements [out, in / 2] and scales [out, in / 32]."""
+        raise NotImplementedError(f"{name} is not packed")
+
     def _open(self, path: pathlib.Path, names: set[str] | None) -> None:
         try:
             open_received(path, text=False).close()

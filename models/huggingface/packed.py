@@ -178,6 +178,15 @@ class PackedReader(Reader):
             )
         return QuantizedWeight.unpacked(packed, scales.view(np.uint8), *(d[0] for d in divisor)).values()
 
+    def packed_weights(self) -> frozenset[str]:
+        is_mxfp4 = self._layout.number == "mxfp4"
+        return frozenset(f"{module}.weight" for module in self._packed if is_mxfp4)
+
+    def read_packed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        names = self._packed[name.removesuffix(".weight")]
+        packed, scales = (super(PackedReader, self).read(n) for n in names)
+        return packed, scales
+
     def _join(self, module: str) -> None:
         """Replaces the specs of a packed matrix by that of the matrix."""
         layout = self._layout
@@ -186,6 +195,8 @@ class PackedReader(Reader):
         wanted = layout.specs(module, (rows, 2 * half))
         found = {name: self.specs.pop(name, None) for name in wanted}
         self.specs.pop(f"{module}.{compressed_tensors.INPUT_DIVISOR}", None)  # for consumers of activations
+        if f"{module}.weight" in self.specs:
+            raise ValueError(f"{module} has both weight and {layout.weight}; download the weights again")
         if not rows or 2 * half % get_format(layout.number).block or found != wanted:
             given = ", ".join(f"{n} is {spec and [spec.dtype, *spec.shape]}" for n, spec in found.items())
             names = ("[out, in / 2]", f"[out, in / {get_format(layout.number).block}]", "[1]")

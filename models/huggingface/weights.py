@@ -15,9 +15,12 @@ from rich.progress import track
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.gemms import linear_layers
 from models.huggingface.architectures import largest_tensors, shape_of, views
 from models.huggingface.files import DTYPES, Reader, Spec, read_json, spelling
 from models.huggingface.gpt_oss import read_tensor, unpacked
+from models.huggingface.quantized import names_of
+from models.lora import packed_like, part_of
 
 _IMPORTED = ("F32", "BF16", "F16")
 _SHOWN = 8  # problems listed in an error message
@@ -121,29 +124,55 @@ def _is_derived(name: str, config: DecoderConfig) -> bool:
 _SHOWN_TENSORS = 8  # tensors listed in an error message
 
 
-def read_params(reader: Reader, config: DecoderConfig) -> tuple[decoder.Params, dict[str, str]]:
+def read_params(
+    reader: Reader, config: DecoderConfig, *, keeps_packed: bool = False
+) -> tuple[decoder.Params, dict[str, str]]:
     """Returns the parameters in float32, and the dtype of each tensor in the checkpoint.
 
+    Args:
+      keeps_packed: linear layers that are in MXFP4 in all blocks stay packed, as in `models.lora`.
     Raises:
       ValueError: the tensors are not those of this model, which is checked before memory is allocated, or
-        they hold NaN or infinity.
+        they hold NaN or infinity; or none can stay packed.
     """
     check_tensors(reader.specs, config)
     check_tied_head(reader, config)
-    abstract, tree = jax.tree.flatten(decoder.abstract_params(config))
+    packed = _packed_layers(reader, config) if keeps_packed else ()
+    abstract, tree = jax.tree.flatten(packed_like(decoder.abstract_params(config), packed))
     leaves: list[Any] = [np.empty(leaf.shape, leaf.dtype) for leaf in abstract]
-    dtypes = _fill(views(config, jax.tree.unflatten(tree, leaves)), reader)
+    dtypes = _fill(jax.tree.unflatten(tree, leaves), config, reader)
     for i in range(len(leaves)):  # one by one, because orbax would copy all NumPy arrays at once
         leaves[i] = jnp.asarray(leaves[i])
     return jax.tree.unflatten(tree, leaves), dtypes
 
 
-def _fill(named: Mapping[str, np.ndarray], reader: Reader) -> dict[str, str]:
-    """Reads every tensor into its view; returns their dtypes."""
+def _packed_layers(reader: Reader, config: DecoderConfig) -> list[str]:
+    """Returns the linear layers of which every block's matrices are packed in MXFP4, such as "mlp.down"."""
+    packed, blocks = reader.packed_weights(), range(config.n_layers)
+    found = [
+        layer
+        for layer in linear_layers(config)
+        if {f"{name}.weight" for name in names_of(config, [f"blocks.{i}.{layer}" for i in blocks])} <= packed
+    ]
+    if not found:
+        raise ValueError("--packed: no linear layer is packed in MXFP4 in all blocks; leave it out")
+    return found
+
+
+def _fill(params: decoder.Params, config: DecoderConfig, reader: Reader) -> dict[str, str]:
+    """Reads every tensor into its view of the parameters; returns their dtypes."""
+    named, scales = (views(config, part_of(params, part)) for part in ("codes", "scales"))
     bad = []
     for name, view in progress(named, "importing"):
-        view[...] = read_tensor(reader, name).reshape(view.shape)
-        if not np.isfinite(view).all():
+        if view.dtype == np.uint8:
+            parts = reader.read_packed(name)
+            for place, part in zip((view, scales[name]), parts, strict=True):
+                place[...] = part.reshape(place.shape)
+            finite = (parts[1] != 255).all()
+        else:
+            view[...] = read_tensor(reader, name).reshape(view.shape)
+            finite = np.isfinite(view).all()
+        if not finite:
             bad.append(name)
     if bad:
         more = f" and {len(bad) - _SHOWN_TENSORS} more" if len(bad) > _SHOWN_TENSORS else ""
@@ -167,6 +196,16 @@ def specs_of(named: Mapping[str, np.ndarray], dtype: str | None, kept: pathlib.P
         raise ValueError(f"{kept} has no dtype for {unknown[0]}: {dtypes[unknown[0]]!r}; give --dtype")
     default = spelling(dtype or "float32")
     return {name: Spec(dtypes.get(name, default), shape_of(name, view)) for name, view in named.items()}
+
+
+def check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfinite: bool) -> None:
+    """Raises ValueError if a tensor of a run holds NaN or infinity, unless that is allowed."""
+    bad = [name for name, view in named.items() if not np.isfinite(view).all()]
+    if bad and not allow_nonfinite:
+        raise ValueError(
+            f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
+            "export an earlier --step, or add --allow-nonfinite"
+        )
 
 
 def dtype_field(raw: Mapping[str, Any]) -> str:

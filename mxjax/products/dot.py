@@ -91,12 +91,12 @@ def dot(
     check_floating(x, w, preferred_element_type)
     check_key(policy, key)
     check_layout("dot", layout)
-    gemms = implementations_of(policy, implementation)._replace(layout=layout)
+    gemms = implementations_of(policy, implementation)
     if isinstance(w, MXArray):
         check_parts("dot", w)
         warn_of_two_roundings(w, policy)
     contract_last = (((x.ndim - 1,), (0,)), ((), ()))
-    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, key)
+    return _dot_general(x, w, contract_last, None, preferred_element_type, policy, gemms, layout, key)
 
 
 def dot_general(
@@ -128,8 +128,10 @@ def dot_general(
     check_key(policy, key)
     check_axes(lhs, rhs, dimension_numbers)
     check_layout("dot_general", layout)
-    gemms = implementations_of(policy, implementation)._replace(layout=layout)
-    return _dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, policy, gemms, key)
+    gemms = implementations_of(policy, implementation)
+    return _dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, policy, gemms, layout, key
+    )
 
 
 def _dot_general(
@@ -140,6 +142,7 @@ def _dot_general(
     preferred_element_type: DTypeLike | None,
     policy: Policy,
     gemms: GemmImplementations,
+    layout: Layout | None,
     key: jax.Array | None,
 ) -> jax.Array:
     """Groups the axes of arguments that were checked where users call, so that tracebacks are short."""
@@ -150,7 +153,7 @@ def _dot_general(
     rhs_free = _remaining_axes(rhs, rhs_contract, rhs_batch)
     dtype = result_dtype(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     dtypes = (dtype, lhs.dtype, dtype if isinstance(rhs, MXArray) else rhs.dtype)
-    options = Options(policy, gemms, dtypes, precision)
+    options = Options(policy, gemms, dtypes, precision, layout)
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
 
     def product(lhs, rhs, key):

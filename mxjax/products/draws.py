@@ -38,24 +38,24 @@ class PolicyUses(NamedTuple):
     wgrad: GemmUses
 
 
-AXES = ((-1, -2), (-1, -1), (-2, -2))
+CONTRACTED = ((-1, -2), (-1, -1), (-2, -2))
 """What Fprop, Dgrad and Wgrad contract of lhs and rhs, which are stored as x [tokens, d_in], w [d_in, d_out]
 and dy [tokens, d_out]."""
 
 
 def uses_of_policy(policy: Policy, implementations: GemmImplementations, key: jax.Array | None) -> PolicyUses:
     """Returns the uses of all operands of a policy, with the random bits of a dot's key."""
-    gemms, names = tuple(policy.gemms.values()), implementations[:3]
+    gemms = tuple(policy.gemms.values())
     keys = None if key is None else fold_each(key, 0, 3)
-    by_kernel = [gemm.needs_key and name in BY_KERNEL for gemm, name in zip(gemms, names, strict=True)]
+    by_kernel = [gemm.needs_key and implementations[i] in BY_KERNEL for i, gemm in enumerate(gemms)]
     words = draw_words(gemms, key) if any(by_kernel) else None
     drawn = _draw_each(gemms, keys)
     fprop, dgrad, wgrad = (
         _uses(
             gemms[i],
-            *AXES[i],
+            *CONTRACTED[i],
             drawn[i],
-            form_of(names[i]),
+            form_of(implementations[i]),
             None if words is None or not by_kernel[i] else words[i],
         )
         for i in range(3)

@@ -61,8 +61,8 @@ def normed_dot(
     if x.shape[-1] != d_in:
         raise ValueError(f"normed_dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
     check_key(policy, key)
-    gemms = implementations_of(policy, implementation)._replace(layout=layout)
-    options = Options(policy, gemms, (x.dtype, x.dtype, w.dtype))
+    gemms, dtypes = implementations_of(policy, implementation), (x.dtype, x.dtype, w.dtype)
+    options = Options(policy, gemms, dtypes, layout=layout)
     if not kernels_take(x, w) or not fuses_norm(options, x.size // d_in, d_in):
         return None
     key = key if policy.needs_key else None
@@ -180,8 +180,9 @@ def fused_mlp(
     up, down = (
         Options(
             policy,
-            implementations_of(policy, implementation)._replace(layout=layout),
+            implementations_of(policy, implementation),
             (x.dtype, x.dtype, w.dtype),
+            layout=layout,
         )
         for policy, layout, w in zip(policies, layouts, weights, strict=True)
     )
@@ -211,7 +212,7 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
         return False
     if any(operand.prescale for gemm in (up.fprop, down.dgrad) for operand in (gemm.lhs, gemm.rhs)):
         return False
-    if not all(sums_on_each_device(gemms.layout) for gemms in (up_gemms, down_gemms)):
+    if not all(sums_on_each_device(options.layout) for options in (of_up, of_down)):
         return False
     result = (
         OperandUse(-1, down.fprop.lhs, down.fprop.rotation, form=form_of(down_gemms.fprop)),

@@ -12,7 +12,6 @@ from mxjax.operands.use import Form
 from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.runtime.devices import Target, current_target, has_triton, platform
-from mxjax.runtime.mesh import Layout
 from mxjax.runtime.remat import Remat
 
 Implementation = Literal["reference", "xla", "fp8_carriers", "scaled_dot", "triton", "aiter"]
@@ -53,8 +52,6 @@ class GemmImplementations(NamedTuple):
     fprop: GemmImplementation
     dgrad: GemmImplementation
     wgrad: GemmImplementation
-    kernels: Target | None  # the target of Triton kernels
-    layout: Layout | None = None  # the layout of w
 
 
 def implementations_of(policy: Policy, implementation: Implementation | None) -> GemmImplementations:
@@ -65,11 +62,11 @@ def implementations_of(policy: Policy, implementation: Implementation | None) ->
       NotImplementedError: a named implementation does not take the operands of one of the GEMMs.
     """
     name = choose_implementation(implementation)
+    explicit = implementation is not None
     each: list[GemmImplementation] = [
-        _implementation_of(name, gemm, implementation is not None) for gemm in policy.gemms.values()
+        _implementation_of(name, gemm, explicit) for gemm in policy.gemms.values()
     ]
-    fprop, dgrad, wgrad = each
-    return GemmImplementations(fprop, dgrad, wgrad, current_target())
+    return GemmImplementations(*each)
 
 
 def check_implementations(policies: Iterable[Policy], implementation: Implementation | None) -> None:
@@ -89,7 +86,7 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
     target, policies = current_target(), tuple(policies)
     if target is None or target.backend != "cuda":
         return {"xla_allow_excess_precision": False} if target is None and platform() == "cpu" else {}
-    used = {name for policy in policies for name in implementations_of(policy, implementation)[:3]}
+    used = {name for policy in policies for name in implementations_of(policy, implementation)}
     formats = {
         o.format for policy in policies for gemm in policy.gemms.values() for o in (gemm.lhs, gemm.rhs)
     }
@@ -101,7 +98,7 @@ def compiler_options(policies: Iterable[Policy], implementation: Implementation 
 def quantizes_by_xla(policies: Iterable[Policy], implementation: Implementation | None) -> bool:
     """Whether an operand of any of the policies is quantized in blocks by XLA, because no kernel does it."""
     for policy in policies:
-        each = implementations_of(policy, implementation)[:3]
+        each = implementations_of(policy, implementation)
         for name, gemm in zip(each, policy.gemms.values(), strict=True):
             formats = (get_format(o.format) for o in (gemm.lhs, gemm.rhs))
             if name in ("reference", "xla") and any(f.scale != "none" for f in formats):
@@ -203,7 +200,7 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
     policies = tuple(policies)
     if mode != "fp4" or any(_keeps_packed(policy, implementation) for policy in policies):
         return
-    used = {name for policy in policies for name in implementations_of(policy, implementation)[:3]}
+    used = {name for policy in policies for name in implementations_of(policy, implementation)}
     if used & set(ON_PACKED):
         raise ValueError(
             "remat 'fp4' would keep no operands: these policies' gradients read x and w themselves, not "
@@ -218,6 +215,6 @@ def check_remat(mode: Remat, policies: Iterable[Policy], implementation: Impleme
 
 def _keeps_packed(policy: Policy, implementation: Implementation | None) -> bool:
     """Whether a layer keeps packed operands of the Fprop, or of a backward GEMM in place of x or w."""
-    fprop, dgrad, wgrad = (name in ON_PACKED for name in implementations_of(policy, implementation)[:3])
+    fprop, dgrad, wgrad = (name in ON_PACKED for name in implementations_of(policy, implementation))
     x_is_read, w_is_read = gradients_read_tensors(policy)
     return fprop or (wgrad and not x_is_read) or (dgrad and not w_is_read)

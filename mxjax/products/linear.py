@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -45,23 +44,21 @@ from mxjax.products.gradients import changes_gradient, gradients_read_tensors, t
 from mxjax.products.implementations import (
     KEPT,
     GemmImplementations,
-    Implementation,
-    implementations_of,
 )
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
-from mxjax.recipes import as_policy
 from mxjax.runtime.devices import current_target, platform
-from mxjax.runtime.mesh import as_stored, varying_as
+from mxjax.runtime.mesh import Layout, as_stored, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
 from mxjax.runtime.remat import tag_operand, tag_product
 
 
 class Options(NamedTuple):
-    """The static arguments of a product: policy, implementations and dtypes. Hashable.
+    """The static arguments of a product. Hashable.
 
     Attributes:
       dtypes: dtypes of the result, of dx and of dw.
+      layout: layout of w.
       frozen: structure of w if it is an `MXArray`, of which w is then the leaves; it has no gradient.
     """
 
@@ -69,6 +66,7 @@ class Options(NamedTuple):
     gemms: GemmImplementations
     dtypes: tuple[DTypeLike, DTypeLike, DTypeLike]
     precision: lax.PrecisionLike = None
+    layout: Layout | None = None
     frozen: Any = None  # a PyTreeDef
 
 
@@ -121,7 +119,7 @@ def forward(options: Options, x: Tensor, w: Weight, key, *, keep: bool) -> tuple
     Args:
       x: an array, or `Computed` if the policy's gradients need no more than packed operands of it.
     """
-    policy, gemms, _, _, frozen = options
+    policy, gemms, frozen = options.policy, options.gemms, options.frozen
     x, values = first_order_only(x), first_order_only(_weight_values(w, frozen))
     uses = uses_of_policy(policy, gemms, key)
     x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
@@ -161,7 +159,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     Args:
       dy: an array, or `Computed` if the policy's gradients need no more than packed operands of it.
     """
-    policy, gemms, dtypes, _, frozen = options
+    policy, gemms, dtypes, frozen = options.policy, options.gemms, options.dtypes, options.frozen
     x, x_packed, w, w_packed, key = residuals
     dy = first_order_only(dy)
     uses = uses_of_policy(policy, gemms, key)
@@ -194,7 +192,7 @@ def backward(options: Options, residuals: Residuals, dy: Tensor) -> tuple[Produc
     steps = _rests(policy.wgrad, uses.wgrad, x, dy)
     steps += _through_fprop(w, uses.fprop.rhs, policy.wgrad.lhs)
     dw = _gemm(options, "wgrad", x_packed, dy_columns, steps)
-    return dx, as_stored(varying_as(dw.value(dtypes[2]), *jax.tree.leaves(dy)), gemms.layout)
+    return dx, as_stored(varying_as(dw.value(dtypes[2]), *jax.tree.leaves(dy)), options.layout)
 
 
 def value_of(options: Options, y: Product, w: Weight) -> jax.Array:
@@ -219,13 +217,14 @@ def _gemm(options: Options, name: str, lhs: Prepared, rhs: Prepared, steps: Sequ
 
     The layout is that of w, which the Fprop and the Dgrad read as rhs, the Fprop transposed if K-major.
     """
-    _, gemms, dtypes, precision, _ = options
+    _, gemms, dtypes, precision, layout, _ = options
     i = ("fprop", "dgrad", "wgrad").index(name)
-    layout = None if name == "wgrad" else gemms.layout
-    if layout is not None and name == "fprop" and isinstance(rhs, KernelOperand):
+    if name == "wgrad":
+        layout = None
+    elif layout is not None and name == "fprop" and isinstance(rhs, KernelOperand):
         layout = layout.transposed
     dtype = jnp.float32 if steps else dtypes[i]
-    product = multiply(lhs, rhs, gemms[:3][i], dtype, precision, CARRIERS[name], layout)
+    product = multiply(lhs, rhs, gemms[i], dtype, precision, CARRIERS[name], layout)
     if not steps:
         return product
     value = product.value(dtype)
@@ -248,36 +247,6 @@ def _through_fprop(t: Any, use: OperandUse, wanted: Operand) -> list[Step]:
         return []
     assert t is not None
     return [lambda product: through_quantization(product, t, use, wanted)]
-
-
-def residual_bytes(
-    x: jax.ShapeDtypeStruct | jax.Array | np.ndarray,
-    w: jax.ShapeDtypeStruct | jax.Array | np.ndarray,
-    *,
-    policy: Policy | str,
-    implementation: Implementation | None = None,
-) -> dict[str, int]:
-    """Returns the bytes that `dot(x, w, ...)` keeps for its backward pass, by tensor ("x", "w").
-
-    Packed operands take 17/32 byte per element, FP8 operands one, and those of formats with E4M3 scales, by
-    kernel, two. Else the tensor itself is kept, which costs nothing for weights: they stay in memory anyway.
-
-    Args:
-      x, w: arrays [..., d_in] and [d_in, d_out], or their shapes and dtypes.
-      Others: see `dot`.
-    """
-    resolved = as_policy(policy)
-    x = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if resolved.needs_key else None
-    options = Options(resolved, implementations_of(resolved, implementation), (x.dtype,) * 3)
-
-    def kept(x, w, key):
-        _, residuals = _linear_fwd(options, x, w, key)
-        x_, x_packed, w_, w_packed, _ = residuals
-        return {"x": jax.tree.leaves((x_, x_packed)), "w": jax.tree.leaves((w_, w_packed))}
-
-    arrays = jax.eval_shape(kept, x, jax.ShapeDtypeStruct(w.shape, w.dtype), key)
-    return {name: sum(a.size * a.dtype.itemsize for a in group) for name, group in arrays.items()}
 
 
 def _weight_values(w: Weight, frozen: Any) -> jax.Array:
@@ -319,9 +288,8 @@ def _join_tokens(options: Options, x: jax.Array, w: Any, key: Any) -> tuple[jax.
 
 def _stack(options: Options, x: jax.Array, w: jax.Array, key: jax.Array | None) -> tuple[jax.Array, int]:
     """Returns the product of x [mapped, *batch, m, k] and w [mapped, *batch, k, n], and its mapped axis."""
-    layout = options.gemms.layout
-    if layout is not None:
-        options = options._replace(gemms=options.gemms._replace(layout=layout.stacked))
+    if options.layout is not None:
+        options = options._replace(layout=options.layout.stacked)
     stack = x.shape[:-2]
     x, w = (t.reshape(math.prod(stack), *t.shape[-2:]) for t in (x, w))
     y = linear(options, x, w, key)

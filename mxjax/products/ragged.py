@@ -222,7 +222,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Array:
     x, w = first_order_only(x), first_order_only(w)
-    policy, gemms, dtypes, precision, _ = options
+    policy, gemms, dtypes, precision, *_ = options
     uses = groups.of(uses_of_policy(policy, gemms, key))
     lhs, rhs = quantize_use(x, uses.fprop.lhs), quantize_use(w, uses.fprop.rhs)
     return _multiply(gemms.fprop, precision, lhs, rhs, groups, grid).astype(dtypes[0])
@@ -230,7 +230,7 @@ def _forward(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Arra
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(options: Options, grid: Grid | None, x, w, groups, key, dy) -> tuple[jax.Array, jax.Array]:
-    policy, gemms, dtypes, precision, _ = options
+    policy, gemms, dtypes, precision, *_ = options
     x, w, dy = (first_order_only(t) for t in (x, w, dy))
     _, dgrad, wgrad = groups.of(uses_of_policy(policy, gemms, key))
     dy_rows, w_rows = quantize_use(dy, dgrad.lhs), quantize_use(as_read(w, dgrad.rhs), dgrad.rhs)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -36,17 +35,12 @@ class Target(NamedTuple):
 INTERPRETER = Target("interpreter", "software")
 """Triton's interpreter on the CPU. Set TRITON_INTERPRET=1 before kernels are imported."""
 
-_override: list[Target] = []
+_used_target = jax.make_user_context(None)  # JAX keeps no trace of one target for another
 
 
-@contextlib.contextmanager
-def use_target(target: Target) -> Iterator[None]:
+def use_target(target: Target) -> contextlib.AbstractContextManager[None]:
     """A context in which kernels run on `target`: the interpreter, or a GPU to lower for without one."""
-    _override.append(target)
-    try:
-        yield
-    finally:
-        _override.pop()
+    return _used_target(target)
 
 
 def current_target() -> Target | None:
@@ -54,8 +48,8 @@ def current_target() -> Target | None:
 
     It is `use_target`'s, else this machine's GPU if Triton is installed.
     """
-    if _override:
-        return _override[-1]
+    if _used_target.value is not None:
+        return _used_target.value
     return _device_target() if on_gpu() and has_triton() else None
 
 

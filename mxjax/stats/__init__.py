@@ -1,7 +1,7 @@
 """Errors of quantization, of a tensor, of the GEMMs of a `dot`, and of the layers of a model."""
 
-from mxjax.products.linear import residual_bytes
 from mxjax.stats.measures import DotErrors, Error, GemmError, QuantizationError, error, gemms, quantization
+from mxjax.stats.residuals import residual_bytes
 
 __all__ = [
     "DotErrors",

@@ -79,11 +79,14 @@ def probe(
     implementation: Implementation | None,
     y: Float[Array, "*batch d_out"],
     x: Float[Array, "*batch d_in"],
-    w: Float[Array, "d_in d_out"],
+    w: Float[Array, "*experts d_in d_out"],
     key: jax.Array | None,
     slot: Measures | Tensors | Amax,
 ) -> Float[Array, "*batch d_out"]:
-    """Returns y, the product of x and w; the gradient of `slot` is what it takes from its three GEMMs."""
+    """Returns y, the product of x and w; the gradient of `slot` is what it takes from its three GEMMs.
+
+    Experts' weights, of which each row of x meets one, have no measures but an `Amax`.
+    """
     return y
 
 

@@ -129,6 +129,8 @@ _HARD = {
 
 MUON_RATES = ("1.5e-3", "3e-3", "6e-3", "1.2e-2")
 """Peak learning rates of Muon, around AdamW's: its updates have the same root mean square."""
+MUON_RATE = "3e-3"
+"""The tuned one: fp8 has its lowest mean there."""
 FRESH = "fresh-60m"
 """The protocol `tuned-60m` under another name, for seeds that no claim of the first part has seen."""
 _FRESH = {

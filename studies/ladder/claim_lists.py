@@ -172,11 +172,6 @@ HARD_EVEN_SEEN = tuple(
     if claim.beside is None
 )
 """The same under `even`, in some of the regimes."""
-CONSTANT_SEEN = (
-    Claim("redrawn signs take off loss", "wgrad_rht.floor", "wgrad.floor"),
-    Claim("Fprop costs more than Wgrad", "fprop.floor", "fp8.own", ("wgrad.floor", "fprop_dgrad.floor")),
-)
-"""Beside CLAIMS at a constant rate; chosen after the losses were known, and not tested."""
 SEEN = (
     Claim(
         "Fprop costs more than Wgrad, floor", "fprop.floor", "fp8.own", ("wgrad.floor", "fprop_dgrad.floor")

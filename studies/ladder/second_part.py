@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Sequence
 
 from mxjax.runtime.tables import table
-from studies.ladder.cells import FRESH, MUON_RATES
+from studies.ladder.cells import FRESH, MUON_RATE, MUON_RATES
 from studies.ladder.claim_lists import Claim
 from studies.ladder.claims import Cells, by_seed, table_of_tests
 from studies.ladder.kinds import ARRANGED, LOCAL
-from studies.ladder.studies import FIRST, MUON
+from studies.ladder.studies import FIRST, MUON, STUDIES
 from studies.ladder.tables import number
 
 _NAMES = {"wgrad": "none", "wgrad_hadamard": "H16", "wgrad_fixed": "fixed", "wgrad_rht": "redrawn"}
@@ -150,12 +150,11 @@ def muon_rates(cells: Cells) -> str:
 
 def muon(cells: Cells) -> str:
     """Returns costs and gains under Muon, and how they differ from AdamW's; nothing is tested."""
-    at = [f"{FRESH}-muon-lr{rate}" for rate in MUON_RATES]
-    return _parts(cells, [(protocol, (), muon_claims(protocol)) for protocol in at], at=None)
+    return _parts(cells, [("Muon", (), muon_claims())], at=None)
 
 
-def muon_claims(protocol: str) -> list[Claim]:
-    """Returns the differences of `muon` at one rate."""
+def muon_claims() -> list[Claim]:
+    """Returns the differences of `muon`."""
     differences = [
         *(Claim(f"{policy} minus fp8", f"{policy}.floor", "fp8.own") for policy in MUON[1:]),
         *(Claim(f"{_NAMES[kind]} minus none", f"{kind}.floor", "wgrad.floor") for kind in ARRANGED[1::2]),
@@ -164,12 +163,16 @@ def muon_claims(protocol: str) -> list[Claim]:
     ]
     found = []
     for claim in differences:
-        ours, adamw = claim.at(protocol), claim.at(FRESH)
+        ours, adamw = claim.at(f"{FRESH}-muon-lr{MUON_RATE}"), claim.at(FRESH)
         found.append(dataclasses.replace(ours, text=claim.text))
-        if claim.text in ("wgrad minus fp8", "H16 minus none"):
+        if set(adamw.cells) <= _PLANNED:
             text = f"{claim.text}: Muon minus AdamW"
             found.append(dataclasses.replace(ours, text=text, beside=(adamw.ours, adamw.base)))
+    found.append(_between("fp8: Muon minus AdamW", "fp8", "fp8", f"-muon-lr{MUON_RATE}", "", "own"))
     return found
+
+
+_PLANNED = {cell.name for study in ("mechanism", "generators-60m") for cell in STUDIES[study]}
 
 
 def _parts(
@@ -189,6 +192,6 @@ def under_even(claim: Claim) -> Claim:
     return Claim(claim.text, ours, base, (beside[0], beside[1]) if beside else None)
 
 
-def _between(text: str, ours: str, base: str, suffix: str, other: str) -> Claim:
+def _between(text: str, ours: str, base: str, suffix: str, other: str, rule: str = "floor") -> Claim:
     """Returns a claim about cells in two protocols."""
-    return Claim(text, f"{ours}.floor.60m.{FRESH}{suffix}", f"{base}.floor.60m.{FRESH}{other}")
+    return Claim(text, f"{ours}.{rule}.60m.{FRESH}{suffix}", f"{base}.{rule}.60m.{FRESH}{other}")

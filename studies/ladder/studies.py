@@ -216,7 +216,7 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
             for rate in ("-lr2e-3", "-lr4e-3")
             for cell in _fresh(["wgrad", "wgrad_hadamard", "wgrad_sr"], suffix=rate, seeds=5)
         ),
-        # Optimizer states in bfloat16. Muon: --cells 'fp8*' --seeds 2 tunes, then --cells '*-lrRATE' alone.
+        # Optimizer states in bfloat16. Muon: --cells 'fp8*' --seeds 2 tunes, then --cells '*-lr3e-3'.
         "states-60m": tuple(_states()),
         "muon-60m": tuple(_muon()),
         # Every published recipe, for docs/recipes.md; a mixture of experts; the program on a CPU.

@@ -13,7 +13,7 @@ from analysis.statistics import (
     standard_deviation,
 )
 from mxjax.runtime.tables import table
-from studies.ladder.cells import FRESH, MAIN_PROTOCOLS
+from studies.ladder.cells import FRESH, MAIN_PROTOCOLS, MUON_RATE
 from studies.ladder.results import CellResult, baseline, by_group
 from studies.ladder.studies import STUDIES
 
@@ -23,6 +23,7 @@ GROUPS: Mapping[tuple[str, str], str] = {
     ("60m", FRESH): "60m, seeds 16-23",
     ("60m", "constant-60m"): "60m, constant rate",
     ("60m", "tuned-60m-4epochs"): "60m, four epochs",
+    ("60m", f"{FRESH}-muon-lr{MUON_RATE}"): "60m, Muon",
     ("125m", "tuned-125m"): "125m",
     ("350m", "tuned-350m"): "350m",
 }

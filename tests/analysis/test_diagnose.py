@@ -229,6 +229,13 @@ def test_too_few_batches_are_an_error(passes):
         diagnose(MODEL, params, policies, "xla", list(np.asarray(batches[:2])))
 
 
+def test_bad_input_leaves_no_folder_of_a_diagnosis(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit, match="holds no run"):
+        evaluation_program.main(["diagnose", str(tmp_path), "--out", str(out)])
+    assert not out.exists()
+
+
 def test_columns_of_wgrad_s_errors_go_by_depth_and_rows_by_error():
     layers = [f"blocks.{i}.{kind}" for kind in ("qkv", "down") for i in (0, 10, 2)]
     splits = {

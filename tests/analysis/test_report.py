@@ -15,6 +15,7 @@ import pytest
 
 import eval as evaluation_program
 from analysis.report.chart import Line, Scale, chart
+from analysis.report.report import ReportConfig
 from models import decoder
 from models.configs import get_config, to_dict
 from training.command_line import command_of, parse
@@ -133,6 +134,11 @@ def test_a_report_says_what_the_run_s_files_say(runs, tmp_path, capsys):
     loading = {"src", "href", "srcset", "data", "action", "onload"}
     assert loading.isdisjoint(name for name, _ in page.attributes)
     assert not re.search(r"https?:|@import|url\(|<script", (tmp_path / "report.html").read_text())
+
+
+def test_a_length_of_samples_without_prompts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--tokens 9 is for samples: add --prompts TEXT, or leave it out"):
+        ReportConfig((tmp_path,), tmp_path / "r.html", tokens=9)
 
 
 def test_what_is_not_on_record_is_left_out_with_how_to_get_it(runs, tmp_path):

@@ -118,6 +118,7 @@ def test_a_run_on_text_reads_bytes_whatever_it_began_from(run, tmp_path):
         ({"temperature": -1.0}, "--temperature must be 0 or a positive float32"),
         ({"temperature": 1e39}, "--temperature must be 0 or a positive float32"),
         ({"top_p": 0.0}, "--top-p must be greater than 0"),
+        ({"top_p": 0.5, "temperature": 0.0}, "--top-p 0.5 draws nothing with --temperature 0, .*; leave one"),
         ({"seed": -1}, "--seed must be from 0"),
         ({"prompt": os.fsdecode("a\xe4".encode() + b"\xff")}, "--prompt is not UTF-8: its byte 4 is 0xff; "),
     ],

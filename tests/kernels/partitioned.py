@@ -12,6 +12,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from plain_kernels import (
+    COMPUTED_INPUTS,
+    plain_attention,
+    plain_block16,
+    plain_carry,
+    plain_computed,
+    plain_correct,
+    plain_gradients,
+    plain_kernel,
+    plain_product,
+)
 
 import mxjax
 from mxjax.kernels.attention import launches
@@ -19,52 +30,14 @@ from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
 from mxjax.kernels.quantize import block16, quantizer
 from mxjax.kernels.quantize import quantizer as computed
-from mxjax.kernels.quantize.hopper import quantize_normed_kernel
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
-from mxjax.numerics.array import float4_codes, pack_codes
-from mxjax.numerics.formats import E2M1
 from mxjax.numerics.operand import Operand
-from mxjax.numerics.philox import philox_4x32
-from mxjax.numerics.rounding import stochastic_round
-from mxjax.numerics.scales import block_scale, divide_by_scale
-from mxjax.operands.carriers import Carried, carry
-from mxjax.operands.computed import Gated, GatedGradient, Norm, Normed, normed
-from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
+from mxjax.operands.computed import Gated, GatedGradient, Norm, normed
+from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
 from mxjax.runtime.devices import INTERPRETER, use_target
-
-COMPUTED_INPUTS = OperandUse(-1), OperandUse(-2, rotation=Rotation(16))
-
-
-def plain_kernel(kernel, x, scalars, *, out, **constants):
-    """Quantizes [1, b, r, c] as the kernel does, packed with stochastic rounding, by jax.numpy."""
-    del kernel
-    scalars = scalars[0]
-    written = []
-    for name, t, first, other in (("ROW", x[0], 14, 13), ("COLUMN", x[0].swapaxes(1, 2), 13, 14)):
-        if not constants[f"{name}_FORM"]:
-            written += [jnp.zeros(o.shape, o.dtype) for o in out[len(written) : len(written) + 2]]
-            continue
-        b, n, k = t.shape
-        t = t.astype(jnp.float32)
-        if constants[f"{name}_ROTATION"] > 1:
-            t = mxjax.rotate(t, constants[f"{name}_ROTATION"])
-        byte = block_scale(jnp.max(jnp.abs(t.reshape(b, n, k // 32, 32)), axis=-1))
-        scaled = divide_by_scale(t, jnp.repeat(byte.astype(jnp.int32), 32, axis=-1))
-        whole = constants["R_ALL" if name == "ROW" else "C_ALL"]
-        batches = (scalars[12] + jnp.arange(b, dtype=jnp.uint32))[:, None]
-        row = (batches * jnp.uint32(whole) + scalars[other] + jnp.arange(n, dtype=jnp.uint32))[..., None]
-        counter = scalars[first] // 8 + jnp.arange(k // 8, dtype=jnp.uint32)
-        zero = jnp.zeros((b, n, k // 8), jnp.uint32)
-        key = scalars[0:2] if name == "ROW" else scalars[6:8]
-        words = philox_4x32((zero + counter, zero + row, zero, zero), (key[0], key[1]))
-        halves = jnp.stack([h for w in words for h in (w & 0xFFFF, w >> 16)], axis=-1).reshape(b, n, k)
-        codes = float4_codes(stochastic_round(scaled, E2M1, halves.astype(jnp.uint16)))
-        packed = pack_codes(codes, 2).reshape(1, b, n, k // 8, 4)
-        written += [lax.bitcast_convert_type(packed, jnp.int32), byte[None]]
-    return written
 
 
 def check_shard_map() -> None:
@@ -174,21 +147,6 @@ def check_long_runs(mesh) -> None:
     check_definition(got, x, [use])
 
 
-def plain_block16(kernel, x, maxima, *_, out, **constants):
-    """Writes tiles' maxima, and x itself in bfloat16 as operands, in place of the kernels of `block16`."""
-    del constants
-    if kernel is block16.largest_kernel:
-        tiles = np.divmod(x.shape[2:], out[0].shape[2:])[0]
-        shape = (*x.shape[:2], out[0].shape[2], tiles[0], out[0].shape[3], tiles[1])
-        return [lax.bitcast_convert_type(jnp.max(jnp.abs(x).reshape(shape), (3, 5)), jnp.int32)] * 2
-    values = x.astype(jnp.bfloat16)
-    words = [
-        lax.bitcast_convert_type(t.reshape(*o.shape, 2), jnp.int32)
-        for t, o in zip((values, values.swapaxes(-1, -2)), out, strict=False)
-    ]
-    return [*words, lax.bitcast_convert_type(maxima, jnp.float32)]
-
-
 def check_block16(mesh) -> None:
     """Each device quantizes its shard with the largest magnitude of all."""
     block16.triton_call = plain_block16
@@ -208,20 +166,6 @@ def check_block16(mesh) -> None:
 def mesh_size(mesh, axis) -> int:
     names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
     return int(np.prod([mesh.shape[name] for name in names]))
-
-
-def plain_computed(kernel, *arrays, out, **_):
-    """Quantizes a norm's or SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
-    del out
-    products = [Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3)]
-    kind = Gated if len(products) == 1 else GatedGradient
-    values = (Normed(*arrays) if kernel is quantize_normed_kernel else kind(*products)).value()
-    written = []
-    for use in COMPUTED_INPUTS:
-        q = pack_by_definition(values, use)
-        words = q.elements.reshape(*q.elements.shape[:-1], -1, 4)
-        written += [lax.bitcast_convert_type(words, jnp.int32), q.scales]
-    return written
 
 
 def check_computed(mesh) -> None:
@@ -254,13 +198,6 @@ def check_computed(mesh) -> None:
                 np.testing.assert_array_equal(a, b)
             assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
             assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
-
-
-def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target, tiles=None):
-    """Multiplies as the GEMM kernel does, by jax.numpy."""
-    del target
-    left, right = decode(KernelOperand(lhs, lhs_scales)), decode(KernelOperand(rhs, rhs_scales))
-    return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
 
 
 multiply_on_one = jax.jit(plain_product, static_argnums=(4, 5))
@@ -310,27 +247,6 @@ def check_explicit() -> None:
                     np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-4)
 
 
-def plain_carry(lhs, rhs, carriers, target, grouped):
-    """Carries both operands as the carrier kernel does, by the definition, with one flag a batch."""
-    del target, grouped
-    carried = []
-    for operand, carrier in zip((lhs, rhs), carriers, strict=True):
-        rows = [carry(KernelOperand(*q), carrier) for q in zip(*operand, strict=True)]
-        q = jax.tree.map(lambda *t: jnp.stack(t), *rows)
-        carried.append(Carried(q.elements, q.unit, jnp.max(q.lost, axis=1, keepdims=True)))
-    return carried
-
-
-def plain_correct(y, operands, left, right, target):
-    """Corrects as `fp8_matmul.correct` does, by jax.numpy, with one strip a batch."""
-    exponents = [rows.unit.astype(jnp.int32) - 127 for rows in (left, right)]
-    exponent = exponents[0][:, :, None] + exponents[1][:, None, :]
-    product = jnp.ldexp(plain_product(*operands, jnp.float32, target), -exponent).astype(y.dtype)
-    lost = jnp.any(left.lost, axis=1) | jnp.any(right.lost, axis=1)
-    factors = [jnp.exp2(e) for e in exponents]
-    return [jnp.where(lost[:, None, None], product, y), *factors]
-
-
 def check_fp8(mesh) -> None:
     """As `check_matmul`, where elements are lost too; what is gathered is packed, or a factor a row."""
     fp8_matmul.carry_operands, fp8_matmul.correct = plain_carry, plain_correct
@@ -360,42 +276,6 @@ def check_fp8(mesh) -> None:
             # Four bytes a column besides, where one axis of the mesh cuts rows and columns.
             factors = ["f32[96]"] if left == right else []
             assert [t for t in gathered if not t.startswith("u8[")] == factors, gathered
-
-
-def plain_scores(q, k, first_key):
-    scores = jnp.einsum("bsgrh,btgh->bgrst", q, k) * q.shape[-1] ** -0.5
-    seen = jnp.tri(q.shape[1], dtype=bool)[None]
-    if first_key is not None:
-        seen = seen & (first_key[:, :, None] <= jnp.arange(q.shape[1])[None, None])
-    return jnp.where(seen[:, None, None], scores, -jnp.inf)
-
-
-def plain_attention(q, k, v, target, first_key=None, sinks=None):
-    """Attends as the forward kernel does, by jax.numpy."""
-    del target
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    scores = plain_scores(q, k, first_key)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    if sinks is not None:
-        lse = jnp.logaddexp(lse, sinks[..., None])
-    out = jnp.einsum("bgrst,btgh->bsgrh", jnp.exp(scores - lse[..., None]), v)
-    return out.astype(jnp.bfloat16), lse
-
-
-def plain_gradients(q, k, v, out, lse, dout, target, first_key=None, sinks=None):
-    """Computes the gradients as the backward kernels do, by jax.numpy, and reads all that they read."""
-    del target
-    q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
-    weights = jnp.exp(plain_scores(q, k, first_key) - lse[..., None])
-    delta = jnp.einsum("bsgrh,bsgrh->bgrs", out, dout)
-    d_scores = weights * (jnp.einsum("bsgrh,btgh->bgrst", dout, v) - delta[..., None]) * q.shape[-1] ** -0.5
-    dq = jnp.einsum("bgrst,btgh->bsgrh", d_scores, k)
-    dk = jnp.einsum("bgrst,bsgrh->btgh", d_scores, q)
-    dv = jnp.einsum("bgrst,bsgrh->btgh", weights, dout)
-    gradients = tuple(x.astype(jnp.bfloat16) for x in (dq, dk, dv))
-    if sinks is None:
-        return gradients
-    return *gradients, -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=-1)
 
 
 def check_attention(mesh) -> None:

@@ -48,10 +48,11 @@ def test_logits_are_those_of_transformers(architecture):
     assert np.max(np.abs(golden["logits"])) > 1
 
 
-def test_attention_through_quantizable_products_has_windows_and_sinks():
-    with np.load(GOLDEN / "gpt_oss" / "golden.npz") as golden:
-        config = read_config(read_json(GOLDEN / "gpt_oss" / "config.json"))
-        with Reader(GOLDEN / "gpt_oss") as reader:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_attention_through_quantizable_products_has_windows_and_sinks(name):
+    with np.load(GOLDEN / name / "golden.npz") as golden:
+        config = read_config(read_json(GOLDEN / name / "config.json"))
+        with Reader(GOLDEN / name) as reader:
             params, _ = read_params(reader, config)
         fp32 = mxjax.get_policy("fp32")
         unfused = dataclasses.replace(fp32, wgrad=mxjax.Gemm())  # only the Fprop is that of fp32
@@ -124,10 +125,30 @@ def test_exports_are_what_was_imported(architecture, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "again"), params_of(run))
 
 
+def exported(run, folder):
+    """Returns the folder of an export of the run's weights, as if they had been trained here."""
+    shutil.copytree(run, folder / "run")
+    shutil.rmtree(folder / "run" / "huggingface")
+    export_checkpoint(folder / "run", folder / "out")
+    return folder / "out"
+
+
 def test_a_configuration_of_our_own_making_is_the_same_model(architecture, tmp_path):
     _, run, _ = architecture
-    shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
-    export_checkpoint(tmp_path / "run", tmp_path / "out")
-    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    import_checkpoint(exported(run, tmp_path), tmp_path / "again")
     assert params_of(tmp_path / "again")[0] == params_of(run)[0]
+
+
+def test_transformers_loads_an_export_and_generates_the_same_tokens(architecture, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _, run, golden = architecture
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    options = {"dtype": "float32", "attn_implementation": "eager", "output_loading_info": True}
+    model, report = load(exported(run, tmp_path), **options)
+    assert not any(report.values()), report
+    tokens = model.dummy_inputs["input_ids"].new_tensor(golden["tokens"])
+    logits = model(tokens, use_cache=False).logits.detach().numpy()
+    np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
+    greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(tokens[:, :8], attention_mask=tokens[:, :8] * 0 + 1, **greedy)
+    np.testing.assert_array_equal(found[:, 8:].numpy(), golden["generated"])

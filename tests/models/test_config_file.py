@@ -60,6 +60,8 @@ def test_errors_name_file_and_field(tmp_path, change, message):
 def test_missing_files_and_fields(tmp_path):
     with pytest.raises(ValueError, match=r"the fields d_model, n_layers, .* are missing"):
         load_config(write(tmp_path / "shape.json", {"vocab_size": 3}))
+    with pytest.raises(ValueError, match=f"records a run: --init {tmp_path} begins with its model"):
+        load_config(write(tmp_path / "config.json", {"config": {}, "model": SMALL, "data": {}}))
     with pytest.raises(ValueError, match="no such file"):
         load_config(tmp_path / "other.json")
     with pytest.raises(ValueError, match=r"is a folder; name a file in it, such as .*config\.json"):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.llamas import GOLDEN, NAMES, SMALL, layer_policies, rewrite_params
+from support.llamas import GOLDEN, NAMES, SMALL, layer_policies
 
 from models import decoder
 from models.documents import Documents
@@ -18,7 +18,6 @@ from models.generation import Options, cache_bytes, choose, empty_cache, generat
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader
 from models.huggingface.weights import read_params
-from training.huggingface import export_checkpoint, import_checkpoint
 
 GENERATED = np.load(pathlib.Path(__file__).parents[1] / "golden" / "generation.npz")
 KEY = jax.random.key(0)
@@ -44,24 +43,6 @@ def test_greedy_tokens_equal_transformers(name):
     prompt, expected = (GENERATED[f"{name}/{part}"] for part in ("prompt", "tokens"))
     found = greedy(config, params, jnp.asarray(prompt, jnp.int32), expected.shape[1])
     np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_greedy_tokens_of_an_export_equal_those_of_transformers(tmp_path):
-    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
-    source = tmp_path / "source"
-    source.mkdir()
-    params = jax.tree.map(np.asarray, decoder.init(dataclasses.replace(SMALL, init_std=0.2), KEY))
-    rewrite_params(source, SMALL, params)
-    import_checkpoint(source, tmp_path / "run")
-    export_checkpoint(tmp_path / "run", tmp_path / "out")
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    prompt = np.arange(10, dtype=np.int32).reshape(2, 5)
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ids = torch.from_numpy(prompt).long()
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 5:]
-    found = greedy(SMALL, jax.tree.map(jnp.asarray, params), jnp.asarray(prompt), 20)
-    np.testing.assert_array_equal(found, expected.numpy())
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def imported(tmp_path_factory):
 def test_logits_equal_transformers(imported, name):
     with np.load(GOLDEN / name / "logits.npz") as golden:
         ours = logits_of(*params_of(imported[name]), golden["tokens"])
-        assert np.max(np.abs(ours - golden["logits"])) < 1e-4
+        assert np.max(np.abs(ours - golden["logits"])) < 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)

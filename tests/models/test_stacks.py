@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import layer_policies
-from training.deoscillation import quantized_weights
 
 from models import decoder
 from models.configs import get_config
 from models.experts import routing_by_layer
 from models.stacks import block_numbers
 from mxjax import get_policy
+from training.optimizer.deoscillation import quantized_weights
+from training.sharding import check_shards, parse_mesh
 from training.step import layer_names
 
 MIXED = dataclasses.replace(get_config("moe-tiny"), vocab_size=64, dense_d_ff=(64, 0, 0, 64))
@@ -63,6 +64,15 @@ def test_quantized_weights_are_those_of_the_policies_of_their_blocks():
         assert np.any(after[1] != before[1])
 
 
+def test_a_mesh_keeps_the_blocks_of_an_mlp_among_experts_whole():
+    config = dataclasses.replace(MIXED, dense_d_ff=(96, 0, 0, 96))
+    check_shards(parse_mesh("tensor=2", 2), config, layer_policies(config, "bf16"))
+    with pytest.raises(
+        ValueError, match=r"split blocks.dense_mlp.down's axis 'mlp' of 96 .* whole runs of 32"
+    ):
+        check_shards(parse_mesh("tensor=2", 2), config, layer_policies(config, "wgrad"))
+
+
 def test_a_block_without_rotation_does_not_see_the_order_of_earlier_tokens():
     """The last token's logits stay if the others change places, and not with rotation in one block."""
     config = dataclasses.replace(get_config("tiny"), vocab_size=64, n_layers=1, init_std=0.1)
@@ -91,6 +101,7 @@ def test_a_block_without_rotation_does_not_see_the_order_of_earlier_tokens():
         ({"dense_d_ff": (64,) * 4}, "there must be both"),
         ({"experts": None}, "there must be both"),
         ({"rope_layers": (1, 2, 0, 0)}, "rope_layers must be 0 or 1"),
+        ({"rope_layers": (1,) * 4}, "0 in one at least"),
     ],
 )
 def test_other_blocks_are_refused(change, message):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.runs import untimed, weights
 
 import train as training_program
 from training import trainer as programs
@@ -25,9 +26,7 @@ from training.command_line import parse
 from training.log.health import NonFiniteError
 from training.log.reporter import StepReporter
 from training.process import interruption
-from training.run.checkpoints import Checkpoints
 
-TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
 
@@ -38,16 +37,6 @@ def arguments(text, out, *flags):
 
 def train(*flags):
     return training_program.train(parse([str(flag) for flag in flags]))
-
-
-def records(out):
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
-
-
-def state(out):
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        return jax.tree.map(np.asarray, dict(checkpoints._manager.restore(checkpoints.latest)))
 
 
 def poison(monkeypatch, bad_steps):
@@ -75,17 +64,17 @@ def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, mo
     flags = ["--steps", "8", "--on-nonfinite", "skip"]
     poison(monkeypatch, (3, 4, 7))
     train(*arguments(text, whole, *flags))
-    steps = [r for r in records(whole) if "loss" in r]
+    steps = [r for r in untimed(whole) if "loss" in r]
     assert [r["step"] for r in steps if r.get("skipped")] == [3, 4, 7]
     assert [r["step"] for r in steps if r["loss"] == "nan"] == [3, 4, 7]
     assert [r["lr"] for r in steps[2:5]] == [steps[2]["lr"]] * 3  # of as many updates
-    final = state(whole)
+    final = weights(whole)
     assert (final["rest"]["step"], final["rest"]["skipped"]) == (8, 3)
     assert {path.name for path in whole.glob("nonfinite-*")} == {f"nonfinite-step-{i}" for i in (3, 4, 7)}
     train(*arguments(text, parts, *flags, "--stop-after", "3"))
     train("--resume", "--out", parts)
-    assert [r for r in records(parts) if "loss" in r] == steps
-    jax.tree.map(np.testing.assert_array_equal, state(parts), final)
+    assert [r for r in untimed(parts) if "loss" in r] == steps
+    jax.tree.map(np.testing.assert_array_equal, weights(parts), final)
 
 
 @pytest.mark.slow
@@ -94,7 +83,7 @@ def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
     with pytest.raises(NonFiniteError, match=r"at step 3, policy bf16.*--resume --on-nonfinite skip"):
         train(*arguments(text, tmp_path / "run", "--steps", "5", "--checkpoint-every", "1"))
     train("--resume", "--out", tmp_path / "run", "--on-nonfinite", "skip")
-    assert [r["step"] for r in records(tmp_path / "run") if r.get("skipped")] == [3]
+    assert [r["step"] for r in untimed(tmp_path / "run") if r.get("skipped")] == [3]
 
 
 @pytest.mark.slow
@@ -103,7 +92,7 @@ def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
     flags = ["--steps", "20", "--on-nonfinite", "skip", "--lr", "1e30", "--clip", "1e30"]
     with pytest.raises(NonFiniteError, match="the 10th in a row"):
         train(*arguments(text, out, *flags))
-    assert sum(r.get("skipped", False) for r in records(out)) == 10
+    assert sum(r.get("skipped", False) for r in untimed(out)) == 10
     assert len(list(out.glob("nonfinite-step-*/batch.npz"))) == 4  # the first three and the last
 
 
@@ -125,12 +114,12 @@ def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatc
 def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys):
     out = tmp_path / "run"
     train(*arguments(text, out, "--steps", "6", "--checkpoint-every", "2"))
-    before, written = state(out), records(out)
+    before, written = weights(out), untimed(out)
     (out / "checkpoints" / "6" / "rest" / "manifest.ocdbt").write_bytes(b"")
     train("--resume", "--out", out)
     assert "continuing from the checkpoint of step 4" in " ".join(capsys.readouterr().out.split())
-    assert records(out) == written
-    jax.tree.map(np.testing.assert_array_equal, state(out), before)
+    assert untimed(out) == written
+    jax.tree.map(np.testing.assert_array_equal, weights(out), before)
     for step in (4, 6):
         (out / "checkpoints" / str(step) / "checksums.json").unlink()
     with pytest.raises(SystemExit, match="no good checkpoint remains"):
@@ -169,7 +158,7 @@ def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
     assert "train.py: error: the checkpoint of step 4 could not be saved" in errors
     assert "the last good one is of step 2" in errors
     train("--resume", "--out", out)
-    jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(whole))
 
 
 @pytest.mark.slow
@@ -380,5 +369,5 @@ def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills, st
     process.join()
     assert process.exitcode == 0
     assert during_saves > 0
-    jax.tree.map(np.testing.assert_array_equal, state(out), state(whole))
-    assert records(out) == records(whole)
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(whole))
+    assert untimed(out) == untimed(whole)

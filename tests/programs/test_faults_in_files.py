@@ -35,13 +35,6 @@ SHORT = [*LONG, "--stop-after", "6"]  # the same program, so that it is compiled
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
     """A run of six steps, with checkpoints of steps 4 and 6."""
     out = tmp_path_factory.mktemp("runs") / "whole"

@@ -87,6 +87,18 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "--eval-data is given 2 times; write all its values after one --eval-data; see",
         ),
         ("--mesh data=2 --mesh tensor=2", "--mesh is given 2 times; it takes one value; see"),
+        (
+            "--submission-org acme",
+            "--submission-org acme is for MLPerf's log: add --mllog, or leave it out; see",
+        ),
+        ("--submission-division open", "--submission-division open is for MLPerf's log: add --mllog"),
+        (
+            "--preset mlperf-llama3.1-8b --eval-batches 5",
+            "--eval-sequences 1024 replaces --eval-batches 5: give one of them, for batches beside a preset "
+            "--eval-sequences None; see",
+        ),
+        ("--stats-every 301", "--stats-every 301 measures nothing in --steps 300; lower it; see"),
+        ("--target-loss -1", "--target-loss must be a positive float32, got -1.0; see"),
         ("--z-loss 1e-320", "--z-loss must be 0, or a positive float32 up to 1, got 1e-320; see"),
         ("--z-loss 3e38", "--z-loss must be 0, or a positive float32 up to 1, got 3e+38; see"),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),

@@ -9,7 +9,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from support.runs import lines, resume, run, weights, without_time
+from support.runs import lines, resume, run, untimed, weights
 
 import eval as evaluation_program
 from mxjax.runtime.checkout import commit
@@ -65,7 +65,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
     (out / "config.json").write_text(json.dumps(description))
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
-    assert without_time(lines(out)) == without_time(lines(finished))
+    assert untimed(out) == untimed(finished)
 
 
 def test_eval_reproduces_the_evaluation_of_training(finished):
@@ -156,7 +156,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     (out / "config.json").write_bytes((finished / "config.json").read_bytes())
     run(text, out, *FLAGS, "--resume")
     assert f"no checkpoint in {out}/checkpoints: beginning at step 1\n" in capsys.readouterr().out
-    assert without_time(lines(out)) == without_time(lines(finished))
+    assert untimed(out) == untimed(finished)
 
 
 def test_an_evaluation_after_the_restored_step_does_not_end_the_run(text, tmp_path):
@@ -213,7 +213,7 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path,
     assert len(seen) == 2 * step // 3 - 1
     assert lines(out)[-1].keys() >= {"loss"}
     resume(out)
-    assert without_time(lines(out)) == without_time(lines(finished))
+    assert untimed(out) == untimed(finished)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
 

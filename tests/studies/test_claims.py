@@ -11,7 +11,6 @@ from studies.ladder.claim_lists import (
     ALONE,
     ALONE_SEEN,
     CLAIMS,
-    CONSTANT_SEEN,
     ELSEWHERE_SEEN,
     GRID,
     GRID_SEEN,
@@ -23,7 +22,7 @@ from studies.ladder.claim_lists import (
     Claim,
 )
 from studies.ladder.results import gather
-from studies.ladder.studies import CONSTANT, HARD, HARD_EVEN, STUDIES
+from studies.ladder.studies import HARD, HARD_EVEN, STUDIES
 from tests.support.study_runs import record
 
 
@@ -36,7 +35,6 @@ def test_claims_are_about_cells_of_the_studies():
     assert {
         name for claim in ELSEWHERE_SEEN["scale-125m"] for name in claim.at("tuned-125m", "125m").cells
     } <= names
-    assert {name for claim in CONSTANT_SEEN for name in claim.at(CONSTANT).cells} <= names
     regimes = [f"tuned-60m-{regime}" for regime in HARD]
     assert {name for claim in HARD_SEEN for at in regimes for name in claim.at(at).cells} <= names
     regimes = [f"tuned-60m-{regime}" for regime in HARD_EVEN]

@@ -1,5 +1,6 @@
 """Programs of test_context.py and test_expert_parallel.py on 8 virtual devices, in a process of their own."""
 
+import functools
 import json
 import sys
 
@@ -12,6 +13,7 @@ from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
 from models.context import cut
 from models.documents import Documents
+from models.expert_order import sort_by_expert
 from models.expert_parallel import exchange_on_mesh
 from models.sharding import weight_layout
 from training.process.environment import enable_compilation_cache
@@ -20,12 +22,12 @@ from training.sharding import compiler_options, make_mesh, param_shardings, para
 # Two blocks with another window each, sinks, and two query heads a key/value head.
 MODEL = DecoderConfig(256, 256, 2, 8, 4, 32, 256, rope_theta=10_000.0, windows=(0, 40), sinks=True)
 EXPERTS = DecoderConfig(
-    *(256, 128, 3, 4, 4, 32, 64),
+    *(256, 128, 2, 4, 4, 32, 64),
     rope_theta=10_000.0,
     init_std=0.1,  # so that routers prefer some experts
     experts=ExpertsConfig(8, 2, biased=True, balance_loss=0.01, z_loss=1e-3),
-    dense_d_ff=(128, 0, 0),
-    rope_layers=(1, 0, 1),
+    dense_d_ff=(128, 0),
+    rope_layers=(1, 0),
 )
 
 
@@ -55,7 +57,7 @@ def losses(*cases: str) -> None:
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
             options = compiler_options(mesh, policies.policies, None)
             with jax.set_mesh(mesh):
-                given = jax.device_put(params, param_shardings(mesh, parameter_axes(model)))
+                given = jax.device_put(params, param_shardings(mesh, parameter_axes(params)))
                 run = jax.jit(jax.value_and_grad(loss), compiler_options=options)
                 found.append(jax.device_get(run(given, batch)))
         (a, da), (b, db) = found
@@ -84,32 +86,52 @@ def products(*policies: str) -> None:
         print(json.dumps({"policy": policy, "errors": errors}))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def experts_product(policy, travels, x, w, dy):
+    """Returns the rows of experts, the products of tokens with two of them each, and their gradients."""
+    rng = np.random.default_rng(0)
+    skewed = rng.exponential(size=(len(x), 8)) * 2.0 ** -np.arange(8)  # the last has few tokens or none
+    chosen = jnp.asarray(np.argsort(-skewed)[:, :2], jnp.int32)
+
+    def forward(x, w):
+        order = exchange_on_mesh(chosen, 8, [policy], travels) or sort_by_expert(chosen, 8)
+        options = {"policy": policy, "key": jax.random.key(0), "preferred_element_type": x.dtype}
+        rows = order.spread(x)
+        return order.collect(order.product(rows, w, **options), 2), rows
+
+    y, back, rows = jax.vjp(forward, x, w, has_aux=True)
+    return rows, y, *back(dy)
+
+
+def experts_operands(dtype):
+    """Returns x, w and dy of `experts_product`."""
+    rng = np.random.default_rng(1)
+    x, dy = rng.standard_normal((256, 96)), rng.standard_normal((256, 2, 64))
+    return x.astype(dtype), rng.standard_normal((8, 96, 64), np.float32), dy.astype(dtype)
+
+
+def experts(*cases: str) -> None:
+    """For each POLICY:MESH prints how far experts' products and their gradients are from one device's."""
+    for case in cases:
+        policy, text = case.split(":")
+        found = []
+        for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
+            with jax.set_mesh(mesh):
+                given = experts_operands(np.float32)
+                found.append(jax.device_get(experts_product(mxjax.get_policy(policy), None, *given))[1:])
+        errors = [relative(a, b) for a, b in zip(*found, strict=True)]
+        print(json.dumps({"case": case, "errors": errors}))
+
+
 def traffic(*cases: str) -> None:
     """For each POLICY:MESH prints whether packed tokens arrive quantized, and whether their products and
     gradients have the bits of whole ones."""
-    rng = np.random.default_rng(0)
-    x, dy = rng.standard_normal((2, 256, 96), np.float32)
-    w = rng.standard_normal((8, 96, 64), np.float32)
-    chosen = rng.permuted(np.tile(np.arange(8, dtype=np.int32), (256, 1)), axis=1)[:, :2]
     for case in cases:
         policy, text = case.split(":")
         policy = mxjax.get_policy(policy)
-
-        def product(x, w, dy, travels, policy=policy):
-            def forward(x, w):
-                exchange = exchange_on_mesh(jnp.asarray(chosen), 8, [policy], travels)
-                assert exchange is not None
-                options = {"policy": policy, "key": jax.random.key(0), "preferred_element_type": x.dtype}
-                rows = exchange.spread(x)
-                return exchange.collect(exchange.product(rows, w, **options), 2).sum(axis=1), rows
-
-            y, back, rows = jax.vjp(forward, x, w, has_aux=True)
-            return rows, y, *back(dy)
-
         with jax.set_mesh(make_mesh(text)):
-            given = x.astype(jnp.bfloat16), w, dy[:, :64].astype(jnp.bfloat16)
-            run = jax.jit(product, static_argnums=3)
-            whole, packed = (jax.device_get(run(*given, travels)) for travels in (None, "fp4"))
+            given = experts_operands(jnp.bfloat16)
+            whole, packed = (jax.device_get(experts_product(policy, t, *given)) for t in (None, "fp4"))
         quantized = mxjax.dequantize(mxjax.quantize(whole[0], policy.fprop.lhs), jnp.bfloat16)
         same = [bool(np.array_equal(a, b)) for a, b in zip((quantized, *whole[1:]), packed, strict=True)]
         print(json.dumps({"case": case, "same": same, "whole": bool(np.array_equal(whole[0], packed[0]))}))
@@ -117,4 +139,5 @@ def traffic(*cases: str) -> None:
 
 if __name__ == "__main__":
     enable_compilation_cache()
-    {"losses": losses, "products": products, "traffic": traffic}[sys.argv[1]](*sys.argv[2:])
+    programs = {"losses": losses, "products": products, "experts": experts, "traffic": traffic}
+    programs[sys.argv[1]](*sys.argv[2:])

@@ -42,6 +42,6 @@ def weights(out):
     return step, jax.tree.map(np.asarray, dict(restored))
 
 
-def without_time(records):
-    times = {"tokens_per_s", "tflops_per_device", "step_s"}
-    return [{k: v for k, v in record.items() if k not in times} for record in records]
+def untimed(out):
+    times = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
+    return [{k: v for k, v in record.items() if k not in times} for record in lines(out)]

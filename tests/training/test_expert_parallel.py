@@ -17,7 +17,7 @@ from support.llamas import layer_policies
 import mxjax
 from models import decoder, expert_parallel
 from models.configs import get_config
-from models.expert_parallel import place, shape_of
+from models.expert_parallel import Exchange, place, shape_of
 from models.expert_traffic import check_traffic, pack_rows, row_bytes, traffic_text, unpack_rows
 from models.experts import check_policies
 from training.sharding import check_batch, check_shards, parse_mesh
@@ -38,6 +38,9 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
     counts = np.array([np.bincount(np.ravel(e), minlength=EXPERTS) for e in experts], np.int32)
     found = [jax.device_get(place(shape, jnp.asarray(counts), jnp.int32(me))) for me in range(shape.devices)]
     runs = found[0][0]
+    np.testing.assert_array_equal(Exchange(shape, None, runs, None).arrived, counts.sum(axis=0))
+    tight = Exchange(shape._replace(capacity=12), None, runs, None)
+    assert np.sum(tight.arrived) < counts.sum()
     shares, n = shape.devices // shape.owners, EXPERTS // shape.owners
     arrived = np.full((shape.devices, shape.capacity), -1)
     for source in range(shape.devices):
@@ -122,12 +125,20 @@ def program(*arguments) -> list[dict]:
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
-    """Of a model with biases; random bits are the same too."""
+    """Of a model with biases, whose blocks are of two kinds; random bits are the same too."""
     found = program("losses", *cases)
     assert [record["case"] for record in found] == cases
     for record in found:
         assert record["loss"] < loss, record
         assert record["gradients"] < gradients, record
+
+
+@pytest.mark.slow
+def test_products_of_experts_have_the_bits_of_one_device():
+    """Of experts with many tokens, few and none: blocks and random bits depend on no mesh, only sums do."""
+    cases = "full_sr:expert=2,data=2,fsdp=2", "tetrajet:expert=4,tensor=2", "nvfp4:expert=2,context=2,data=2"
+    for record in program("experts", "fp32:expert=8", *cases):
+        assert max(record["errors"]) < 3e-7, record
 
 
 @pytest.mark.slow
@@ -166,7 +177,7 @@ def test_packed_rows_are_the_values_of_the_fprop_and_stay_so(rule):
         ("fprop_dgrad", 2, "blocks.0.mlp.gate_up .* Wgrad reads fp8_e4m3 of the tokens"),
         ("fp8", 2, "blocks.0.mlp.gate_up .* reads fp8_e4m3; take another policy, such as tetrajet"),
         ("full_hadamard", 2, r"without rotation or prescale, and reads mxfp4:floor \(H16\)"),
-        ("full_sr", 2, "reads mxfp4:floor:sr"),
+        ("full_sr", 2, "or prescale, and reads mxfp4:floor:sr"),
         ("primus_turbo", 2, "Wgrad reads mxfp4:even of the tokens .* by --set wgrad.lhs.source=dequantized"),
     ],
 )
@@ -175,6 +186,16 @@ def test_packed_tokens_are_refused_where_they_would_change_results(policy, owner
     check_traffic(None, layer_policies(model, policy), owners)
     with pytest.raises(ValueError, match=message):
         check_traffic("fp4", layer_policies(model, policy), owners)
+
+
+def test_blocks_without_experts_send_no_tokens():
+    model = dataclasses.replace(get_config("moe-tiny"), dense_d_ff=(256, 0, 0, 0))
+    policies = layer_policies(model, "tetrajet", [("blocks[0].mlp.*", "bf16")])
+    check_traffic("fp4", policies, 2)
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.gate_up"):
+        check_traffic("fp4", layer_policies(model, "tetrajet", [("blocks[:2].mlp.*", "bf16")]), 2)
+    [text] = traffic_text(model, parse_mesh("expert=2", 2), 512, None)
+    assert "196,608 bytes of tokens" in text  # three quarters of those below
 
 
 def test_what_is_advised_is_taken():

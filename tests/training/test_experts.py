@@ -9,10 +9,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.runs import lines, weights
 
 import train as program
 from training.command_line import parse
-from training.run.checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERTS = {"n": 4, "active": 2, "balance_loss": 0.01, "balance_rate": 1e-3, "shared": 1}
@@ -23,26 +23,16 @@ FLAGS += ["--warmup-steps", "1", "--steps", "4", "--log-every", "1"]
 
 
 @pytest.fixture
-def flags(tmp_path):
+def flags(text, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    (tmp_path / "text.txt").write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return [*FLAGS, "--model-config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text.txt")]
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def state(out):
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        return jax.tree.map(np.asarray, dict(checkpoints._manager.restore(4)))
+    return [*FLAGS, "--model-config", str(tmp_path / "model.json"), "--data", str(text)]
 
 
 def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
     out = tmp_path / "run"
     program.train(parse([*flags, "--out", str(out), "--stats-every", "2", "--accumulate", "2"]))
     assert "active" in capsys.readouterr().out
-    found = records(out)
+    found = lines(out)
     steps = [record for record in found if "loss" in record]
     assert steps[-1]["loss"] < steps[0]["loss"]
     for record in steps:
@@ -53,7 +43,7 @@ def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
     linear = {f"blocks.{i}.attention.{name}" for i in range(2) for name in ("qkv", "out")}
     assert set(layers) == linear | {f"blocks.{i}.mlp.router" for i in range(2)}
     assert sum(layers["blocks.1.mlp.router"]["load"].values()) == pytest.approx(2)
-    assert np.any(state(out)["params"]["blocks"]["mlp"]["balance_bias"])
+    assert np.any(weights(out)[1]["params"]["blocks"]["mlp"]["balance_bias"])
 
 
 @pytest.mark.slow
@@ -62,7 +52,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, flags):
     program.train(parse([*flags, "--out", str(whole)]))
     program.train(parse([*flags, "--out", str(parts), "--stop-after", "2"]))
     program.train(parse(["--out", str(parts), "--resume"]))
-    jax.tree.map(np.testing.assert_array_equal, state(parts), state(whole))
+    jax.tree.map(np.testing.assert_array_equal, weights(parts), weights(whole))
 
 
 @pytest.mark.slow
@@ -73,7 +63,7 @@ def test_a_mesh_trains_as_one_device_does(tmp_path, flags):
         command += ["--mesh", "data=2,fsdp=2"] if devices > 1 else []
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True)
-    found = [records(tmp_path / name) for name in ("one", "mesh")]
+    found = [lines(tmp_path / name) for name in ("one", "mesh")]
     one, several = ([(r["loss"], r["grad_norm"]) for r in run if "loss" in r] for run in found)
     np.testing.assert_allclose(several[0], one[0], rtol=1e-3)
     np.testing.assert_allclose(several, one, rtol=5e-2)  # a last bit may send a token to another expert

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mxjax
-from models import decoder
+from models import decoder, lora
 from models.configs import DecoderConfig, ExpertsConfig
+from models.gemms import LINEAR_LAYERS, linear_weights
 from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
@@ -37,15 +39,21 @@ def compare(
     implementation,
     remat,
     optimizer_config=OptimizerConfig(),  # noqa: B008
+    rank=None,
 ):
-    """Returns the estimate and what the compiled step takes, in bytes."""
+    """Returns the estimate and what the compiled step takes, in bytes; with a rank, of adapters."""
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
     optimizer = optimizer_of(optimizer_config, config, None, policies)
     dtype = jnp.dtype(optimizer_config.master)
 
     def first():
-        params = decoder.init(config, jax.random.key(0))
-        return init_state(jax.tree.map(lambda w: w.astype(dtype), params), optimizer)
+        params, frozen = decoder.init(config, jax.random.key(0)), None
+        if rank is not None:
+            shapes = lora.packed_like(params, LINEAR_LAYERS)
+            frozen = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            params = lora.adapters(linear_weights(params["blocks"]), rank, jax.random.key(0))
+        state = init_state(jax.tree.map(lambda w: w.astype(dtype), params), optimizer)
+        return state._replace(frozen=frozen)
 
     state = jax.eval_shape(first)
     options = {"implementation": implementation, "remat": remat}
@@ -54,6 +62,7 @@ def compare(
         policies,
         state.params,
         state.opt_state,
+        frozen=state.frozen,
         batch_size=batch_size,
         seq_len=seq_len,
         accumulate=accumulate,
@@ -62,6 +71,7 @@ def compare(
     )
 
     def loss(params, batch, key):
+        params = params if rank is None else lora.attach(*params)
         return decoder.mean_loss(config, params, batch, policies=policies, key=key, **options)
 
     step = make_train_step(loss, optimizer, accumulate=accumulate)
@@ -94,6 +104,22 @@ def test_the_estimate_is_near_what_is_allocated(
     assert estimate.parameters == 4 * config.n_params
     assert estimate.optimizer == pytest.approx(8 * config.n_params, rel=0.01)
     assert 0.7 < allocated / estimate.total < 1.4
+
+
+def test_adapters_and_packed_weights_are_counted():
+    """Packed weights take 4.25 bits, and moments and gradients are those of the adapters.
+
+    XLA's CPU has one more copy of a block's unpacked weights.
+    """
+    model = DecoderConfig(257, 256, 2, 4, 4, 64, 672)
+    estimate, allocated = compare(model, 2, 64, 1, "weight_only", "xla", "none", rank=4)
+    shapes = [w.shape for w in linear_weights(decoder.abstract_params(model)["blocks"]).values()]
+    linear, adapters = sum(map(math.prod, shapes)), sum(2 * 4 * (d_in + d_out) for _, d_in, d_out in shapes)
+    rest = model.n_params - linear
+    assert estimate.parameters == 17 / 32 * linear + 4 * rest + 4 * adapters
+    assert estimate.gradients == 4 * adapters
+    assert estimate.optimizer == pytest.approx(8 * adapters, rel=0.01)
+    assert 0.5 < allocated / estimate.total < 2
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])

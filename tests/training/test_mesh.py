@@ -14,7 +14,7 @@ import threading
 
 import jax
 import pytest
-from support import meshes
+from support import meshes, runs
 
 import mxjax
 import train as training_program
@@ -334,15 +334,12 @@ SMALL = [
 
 
 def records(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r.get("loss", r.get("eval_loss"))) for r in lines]
+    return [(r["step"], r.get("loss", r.get("eval_loss"))) for r in runs.lines(out)]
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
+def test_two_processes_train_as_one_does_and_one_goes_on(text, tmp_path):
     """By train.py: two processes of two devices each, against one of four, with sums in another order."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -378,10 +375,8 @@ def test_two_processes_train_as_one_does_and_one_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_default_model_trains_on_a_tensor_mesh_resumes_on_one_device_and_is_exported(tmp_path):
+def test_the_default_model_trains_on_a_tensor_mesh_resumes_on_one_device_and_is_exported(text, tmp_path):
     """Its 257 tokens are filled up to 258 on the mesh alone."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
     flags = [*SMALL, "--policy", "bf16", "--data", str(text), "--mllog"]
     out = tmp_path / "run"
     printed = finish(

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support.runs import lines
 
 import mxjax
 import train as training_program
@@ -236,7 +237,7 @@ def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     assert evaluation["eval_loss"] <= 3.3
     assert evaluation["eval_tokens"] == 1024 * 32
     assert failures(out / "mllog.txt") == {"max_sequence_length"}
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = lines(out)
     losses = {line["step"]: line["eval_loss"] for line in steps if "eval_loss" in line}
     assert all(loss > 3.3 for step, loss in losses.items() if step < max(losses))
     found = [e for e in events(out / "mllog.txt") if e["key"] == "eval_accuracy"]

@@ -34,7 +34,8 @@ def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):
 
 def test_every_parameter_has_logical_axes():
     model = DecoderConfig(256, 128, 2, 4, 2, 32, 384)
-    axes, params = parameter_sharding.parameter_axes(model), decoder.abstract_params(model)
+    params = decoder.abstract_params(model)
+    axes = parameter_sharding.parameter_axes(params)
     jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
     cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
     assert len(cut) == 6

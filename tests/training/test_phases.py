@@ -10,6 +10,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from support.runs import untimed, weights
 
 import eval as evaluation_program
 import mxjax
@@ -23,33 +24,14 @@ from training.config import Config, PrecisionConfig
 from training.flags import policy_source
 from training.log.mlperf import TOKEN
 from training.phases import parse_schedule, phase_at, phases_of
-from training.run.checkpoints import Checkpoints
 
-TIMES = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
 SWITCHING = "wgrad_sr; fp8 from 4"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
 
 
 def run(text, out, policy, *flags):
     flags = [*SMALL, "--eval-every", "2", "--data", str(text), "--out", str(out), "--policy", policy, *flags]
     return training_program.train(parse(flags))
-
-
-def lines(out):
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
-
-
-def state(out):
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        return jax.tree.map(np.asarray, dict(checkpoints._manager.restore(6)))
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +120,9 @@ def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(
     description |= {name: other[name] for name in ("phases", "policies")}
     (out / "config.json").write_text(json.dumps(description))
     run(text, out, "fp8", "--resume")
-    jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
-    of_stopping = [r for r in lines(out) if not (r["step"] == 3 and "eval_loss" in r)]
-    assert of_stopping == [r for r in lines(switched) if "policy" not in r]
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(switched))
+    of_stopping = [r for r in untimed(out) if not (r["step"] == 3 and "eval_loss" in r)]
+    assert of_stopping == [r for r in untimed(switched) if "policy" not in r]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +137,9 @@ def test_resuming_in_any_phase_equals_an_uninterrupted_run(text, switched, tmp_p
     out = tmp_path / "run"
     run(text, out, SWITCHING, "--stop-after", str(step))
     run(text, out, SWITCHING, "--resume")
-    jax.tree.map(np.testing.assert_array_equal, state(out), state(switched))
-    expected = {json.dumps(r) for r in lines(switched)}
-    assert {json.dumps(r) for r in lines(out) if r["step"] != step} <= expected
+    jax.tree.map(np.testing.assert_array_equal, weights(out), weights(switched))
+    expected = {json.dumps(r) for r in untimed(switched)}
+    assert {json.dumps(r) for r in untimed(out) if r["step"] != step} <= expected
 
 
 @pytest.mark.slow
@@ -175,7 +157,7 @@ def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path,
         with pytest.raises(SystemExit, match="interrupted after step 2"):
             run(text, out, schedule)
     run(text, out, schedule, "--resume")
-    assert lines(out) == lines(tmp_path / "whole")
+    assert untimed(out) == untimed(tmp_path / "whole")
 
 
 OWN = """
@@ -198,10 +180,10 @@ def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, swit
         file.unlink()
     monkeypatch.setattr(policy_source, "get_policy", lambda name: pytest.fail(f"{name} was looked up"))
     result = evaluation_program.evaluate(evaluation_program.EvalConfig(out))
-    [expected] = [r["eval_loss"] for r in lines(switched) if r["step"] == 2 and "eval_loss" in r]
+    [expected] = [r["eval_loss"] for r in untimed(switched) if r["step"] == 2 and "eval_loss" in r]
     assert (result["policy"], result["eval_loss"]) == (f"{files[0]}:own", expected)
     training_program.train(parse(["--out", str(out), "--resume", "--stop-after", "3"]))
-    losses = [[r["loss"] for r in lines(folder) if "loss" in r][:3] for folder in (out, switched)]
+    losses = [[r["loss"] for r in untimed(folder) if "loss" in r][:3] for folder in (out, switched)]
     assert losses[0] == losses[1]
 
 
@@ -209,7 +191,7 @@ def test_the_record_names_the_phases_and_the_switch(switched):
     description = json.loads((switched / "config.json").read_text())
     assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "wgrad_sr"), (4, "fp8")]
     assert description["phases"][1]["layers"]["blocks.0.mlp.down"].startswith("fprop fp8_e4m3")
-    records = lines(switched)
+    records = untimed(switched)
     switch = records.index({"step": 4, "policy": "fp8"})
     assert [r["step"] for r in records[:switch]] == [1, 2, 2, 3]
     assert "loss" in records[switch + 1]
@@ -223,7 +205,7 @@ def test_the_start_prints_the_phases(switched):
 
 
 def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
-    by_step = {r["step"]: r["eval_loss"] for r in lines(switched) if "eval_loss" in r}
+    by_step = {r["step"]: r["eval_loss"] for r in untimed(switched) if "eval_loss" in r}
 
     def evaluate(**arguments):
         return evaluation_program.evaluate(evaluation_program.EvalConfig(switched, **arguments))

@@ -181,6 +181,7 @@ def test_unrepresentable_fprops_are_refused():
         ({"activations": True}, "add --quantize mxfp4"),
         ({"quantize": "mxfp4", "dtype": "float32"}, "loaders compute quantized models in bfloat16"),
         ({"quantize": "gguf", "activations": True}, "is not for --quantize gguf"),
+        ({"quantize": "gguf", "shard_gb": 1.0}, "--shard-gb 1: --quantize gguf writes one file"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
         ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
         (
@@ -214,6 +215,12 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
         ({"quant_method": "gptq"}, "quant_method 'gptq'"),
         ({"config_groups": {"group_0": {"format": "int-quantized", "weights": {}}}}, "int-quantized"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, "num_bits 8"),
+        (
+            {"config_groups": {"group_0": {"format": ["mxfp4-pack-quantized"], "weights": {}}}},
+            "is not supported",
+        ),
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "with transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config"),
     ]:
         path.write_text(json.dumps(raw | {"quantization_config": raw["quantization_config"] | change}))
         with pytest.raises(ValueError, match=message):
@@ -221,13 +228,19 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
     path.write_text(json.dumps(raw))
     with Reader(tmp_path / "out") as reader:
         values = {name: (spec, reader.read(name)) for name, spec in reader.specs.items()}
-    name = "model.layers.0.mlp.up_proj.weight_scale"
-    values[name] = Spec("U8", (96, 1)), values[name][1][:, :1]
-    with Writer(tmp_path / "out", {n: spec for n, (spec, _) in values.items()}, 2**30) as writer:
-        for n, (_, value) in values.items():
-            writer.write(n, value)
-    with pytest.raises(ValueError, match=r"weight_scale is \['U8', 96, 1\]"):
-        import_checkpoint(tmp_path / "out", tmp_path / "again")
+    name = "model.layers.0.mlp.up_proj."
+    scales, twice = values[name + "weight_scale"][1], np.zeros((96, 64), np.float32)
+    for damaged, message in [
+        ({"weight_scale": (Spec("U8", (96, 1)), scales[:, :1])}, r"weight_scale is \['U8', 96, 1\]"),
+        ({"weight_scale": (Spec("U8", (192,)), scales.reshape(-1))}, r"weight_scale is \['U8', 192\]"),
+        ({"weight": (Spec("F32", (96, 64)), twice)}, "has both weight and weight_packed"),
+    ]:
+        changed = values | {name + part: tensor for part, tensor in damaged.items()}
+        with Writer(tmp_path / "out", {n: spec for n, (spec, _) in changed.items()}, 2**30) as writer:
+            for n, (_, value) in changed.items():
+                writer.write(n, value)
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(tmp_path / "out", tmp_path / "again")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="truncated"):
@@ -357,6 +370,40 @@ def test_inputs_are_calibrated_under_the_mask_of_the_run(run, params, tmp_path):
             largest = np.abs(np.asarray(read[kind].x[1], np.float32)).max()
             off.append(abs(np.frombuffer(raw, np.float32)[0] * largest / 2688 - 1))
         assert (max(off) < 2**-7) == agrees, off  # two units in the last place of bfloat16
+
+
+def test_nvfp4_of_experts_inputs_is_calibrated(tmp_path):
+    """Divisors are those of the largest inputs of transformers' experts, the same for all of a layer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = dataclasses.replace(CONFIG, experts=ExpertsConfig(3, 2, renormalized=True))
+    (tmp_path / "seed").mkdir()
+    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
+    rewrite_params(tmp_path / "seed", config, params)
+    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(np.random.default_rng(1).integers(97, 123, 40, np.uint8)))
+    flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(text)}
+    export_checkpoint(tmp_path / "run", tmp_path / "out", **flags)
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "seed")
+    modules = {n: m for n, m in model.named_modules() if hasattr(m, "gate_up_proj")}
+    given = {}
+    for name, module in modules.items():
+        module.register_forward_pre_hook(lambda _, x, name=name: given.update({name: x}))
+    largest = []
+    with torch.no_grad():
+        model(torch.tensor([list(text.read_bytes())]))
+        for name, module in modules.items():
+            x, experts = given[name][:2]
+            gate, up = torch.einsum("td,efd->tef", x, module.gate_up_proj).chunk(2, dim=-1)
+            gated = (torch.nn.functional.silu(gate) * up).take_along_dim(experts[..., None], dim=1)
+            largest.append([float(t.abs().max()) for t in (x, gated)])
+    with Reader(tmp_path / "out") as reader:
+        for i, (inputs, gated) in enumerate(largest):
+            for j in range(3):
+                for name, amax in (("w1", inputs), ("w3", inputs), ("w2", gated)):
+                    module = f"model.layers.{i}.block_sparse_moe.experts.{j}.{name}"
+                    divisor = float(reader.read(f"{module}.input_global_scale")[0])
+                    assert divisor == pytest.approx(2688 / amax, rel=0.03), module
 
 
 def test_transformers_loads_what_the_fprop_multiplies(run, params, tmp_path):

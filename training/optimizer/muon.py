@@ -18,10 +18,10 @@ import optax
 from jaxtyping import Array, Float
 
 from models.configs import DecoderConfig
-from models.gemms import AXES
+from models.gemms import WEIGHT_AXES
 from training.memory import device_bytes, in_float32
 
-_MATRICES = tuple(f"blocks.{name}" for name in AXES if name != "mlp.router")
+_MATRICES = tuple(f"blocks.{name}" for name in WEIGHT_AXES if name != "mlp.router")
 
 
 def is_matrix(path: Any) -> bool:

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN, PreservationPolicy
 from rich.filesize import decimal
 
+from models import lora
 from training.process.environment import FULL, LIMIT, free_space, in_one_line
 from training.process.together import ProcessError, together
 from training.run import checksums
@@ -121,7 +122,7 @@ class Checkpoints:
         self.wait()
         with together():
             self._check_place()
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state._replace(frozen=None)))
         self._saving = _Saving(step, size, {"params": shapes(state.params), "rest": shapes(_rest(state))})
         with self._errors():
             with together():
@@ -178,7 +179,7 @@ class Checkpoints:
                     data=ocp.args.JsonRestore(),
                 ),
             )
-        state = TrainState(params=found["params"], **found["rest"])
+        state = TrainState(params=found["params"], **found["rest"], frozen=like.frozen)
         if int(state.step) != step:
             raise ValueError(
                 f"the checkpoint {self._folder / str(step)} holds the state of step {state.step}; "
@@ -191,8 +192,12 @@ class Checkpoints:
             )
         return state, found["data"]
 
-    def restore_params(self, like: Any, step: int | None = None, weights: Weights | None = None) -> Any:
+    def restore_params(
+        self, like: Any, step: int | None = None, weights: Weights | None = None, *, packed: bool = False
+    ) -> Any:
         """Returns the parameters alone, or with "ema" their average, from the given step or the newest.
+
+        Weights that are saved in packed MXFP4 are unpacked, or with `packed` stay as `models.lora` has them.
 
         Raises:
           ValueError: there is no such step, its files are damaged, it belongs to another model, or it has no
@@ -205,11 +210,15 @@ class Checkpoints:
         step = max(steps) if step is None else step
         self._check_files(step)
         with self._reading(step):
-            self._check_model(step, like)
             if weights == "ema":
+                self._check_model(step, like)
                 return self._restore_average(step, like)
-            args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
-            return self._manager.restore(step, args=args)["params"]
+            packed_layers = lora.packed_layers(saved_tree(self._folder / str(step) / "params"))
+            as_saved = lora.packed_like(like, packed_layers)
+            self._check_model(step, as_saved)
+            args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(as_saved)))
+            found = self._manager.restore(step, args=args)["params"]
+            return found if packed or not packed_layers else lora.unpacked(found)
 
     def _restore_average(self, step: int, like: Any) -> Any:
         """Returns the average of the parameters in an optimizer's state, and reads nothing else of it."""
@@ -388,9 +397,9 @@ def _is_no_orbax_error(record: logging.LogRecord) -> bool:
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """Returns everything in a state except the parameters."""
+    """Returns everything in a state except the parameters and the frozen ones."""
     rest = state._asdict()
-    del rest["params"]
+    del rest["params"], rest["frozen"]
     return rest
 
 

@@ -26,6 +26,7 @@ from training.data.load import documents_of, load_data
 from training.memory import Memory, gib, memory_there_is
 from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
+from training.run.frozen import check_lora, frozen_shapes
 from training.run.record import documents_of_run
 from training.run.resume import begun_config
 from training.run.setup import check_phases, choose, fits_mesh
@@ -64,10 +65,10 @@ class Forecast(NamedTuple):
         axes = (AxisType.Auto,) * len(sizes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
         filled = filled_size(sizes, self.model, [phase.layers for phase in self.phases])
-        fill = functools.partial(as_stored, dtype=config.optimizer.master, size=filled)
+        fill = functools.partial(as_stored, config=config, size=filled)
         deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
         optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
-        shapes = abstract_state(self.model, optimizer, mesh, fill)
+        shapes = abstract_state(self.model, optimizer, mesh, fill)._replace(frozen=frozen_shapes(config))
         found = (memory_of_run(config, self.model, each, shapes, sizes, self.documents) for each in layers)
         return max(found, key=lambda memory: memory.total)
 
@@ -91,6 +92,8 @@ class Forecast(NamedTuple):
 
     def _can_run(self, setting: Setting) -> bool:
         data, sizes = self.config.data, setting.mesh
+        if self.config.lora is not None and math.prod(sizes.values()) > 1:
+            return False
         if data.batch_size % (batch_parts_of(sizes) * setting.accumulate):
             return False
         with contextlib.suppress(ValueError):
@@ -113,6 +116,7 @@ def forecast(config: Config) -> str:
     given = Setting(
         config.remat, config.accumulate, parse_mesh(config.mesh, None if config.mesh else jax.device_count())
     )
+    check_lora(config, math.prod(given.mesh.values()))
     fits = functools.partial(fits_mesh, model, outline.phases)
     check_batch(given.mesh, config.data.batch_size, config.accumulate, fits)
     check_phases(given.mesh, model, outline.phases)

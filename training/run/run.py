@@ -33,6 +33,7 @@ from training.process.interruption import Interrupted, Interruption, RunInterrup
 from training.process.together import ProcessError, is_first_process, join_processes, together
 from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_steps, set_aside_damaged
+from training.run.frozen import FROZEN, read_frozen
 from training.run.lock import FILE as LOCK
 from training.run.lock import check_place, locked
 from training.run.record import FILE
@@ -126,6 +127,13 @@ class Run:
 
     def restore(self, state: TrainState) -> TrainState:
         """Returns the newest saved state, or `state`, with what --init or --branch brings."""
+        if self.plan.config.lora is None:
+            return self._restored(state)
+        with input_errors():
+            frozen = read_frozen(self.plan.config, self.plan.model, self._folder.path)
+        return self._restored(state)._replace(frozen=frozen)
+
+    def _restored(self, state: TrainState) -> TrainState:
         folder, config = self._folder.path, self.plan.config
         if self._resumes:
             with input_errors():
@@ -141,7 +149,7 @@ class Run:
                         found = self._whole_state(checkpoints, state, source, step)
                 self._folder.notes.append(f"going on from step {step} of {source}")
                 return found
-            if config.init is not None:
+            if config.init is not None and config.lora is None:
                 with Checkpoints(config.init / "checkpoints") as checkpoints, input_errors():
                     params = checkpoints.restore_params(self.plan.unfilled(state.params))
                     state = state._replace(params=self.plan.filled(params))
@@ -339,7 +347,7 @@ class _Folder:
         """Removes what a run that ends before its first step has written, and nothing else."""
         if not is_first_process():
             return
-        for name in (HUGGINGFACE, "profile", "wandb"):
+        for name in (HUGGINGFACE, FROZEN, "profile", "wandb"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         names = FILE, LOCK, METRICS, SPIKES, mlperf.FILE, sinks.ID_FILE
         for path in (*(self.path / name for name in names), *self.path.glob(f"{sinks.PREFIX}*")):

@@ -23,6 +23,7 @@ from models.context import sequence_parts
 from models.expert_traffic import check_traffic
 from models.experts import check_policies
 from models.huggingface.files import small_files
+from models.lora import BYTES_PACKED
 from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from mxjax.runtime.checkout import commit
@@ -42,6 +43,7 @@ from training.plan import Plan
 from training.process.environment import facts
 from training.process.together import gather, is_first_process
 from training.run.checksums import check_saveable, saved_steps
+from training.run.frozen import check_lora
 from training.run.lock import FILE as LOCK
 from training.run.lock import check_unlocked
 from training.run.record import (
@@ -79,6 +81,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     config, model, phases, source, saved = choose(config, folder)
     begun = begun_config(saved)
     mesh = make_mesh(config.mesh)
+    check_lora(config, mesh.size)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
     if config.observe.tensorboard:
         tensorboard.check_tensorboard()
@@ -196,7 +199,8 @@ def check_memory(sizes: Mapping[str, int], config: Config, model: DecoderConfig)
     """
     there_is = memory_there_is()
     parameters = model.n_params - model.n_expert_params * (1 - 1 / sizes["expert"])
-    needed = bytes_a_parameter(config.optimizer) * parameters / (parts_of(sizes, "embed") * sizes["tensor"])
+    each = bytes_a_parameter(config.optimizer) if config.lora is None else BYTES_PACKED
+    needed = each * parameters / (parts_of(sizes, "embed") * sizes["tensor"])
     if needed > there_is:
         tokens = f"with {model.vocab_size:,} tokens" if model.vocab_size > 1 else "without its vocabulary"
         raise ValueError(

@@ -28,6 +28,9 @@ _SPLITS = {
 WRITTEN = (".bin", ".idx", ".json", ".tokenizer.json", ".problems.txt")
 """The files that a tokenization writes, after its PREFIX."""
 _CARD = {"README.md", "dataset_info.json", "dataset_infos.json"}
+FIELD = "text"
+"""The field, or column, that holds the text unless another is named."""
+_WITH_LINES = tuple(kind + end for kind in _JSON_LINES for end in _COMPRESSED)
 SUFFIXES = (*(kind + end for kind in (*_JSON_LINES, *_TEXT) for end in _COMPRESSED), ".parquet")
 FORMATS = ".json, .jsonl, text such as .txt, .md and .py, each also with .gz or .zst, and .parquet"
 """The files that are read, in words."""
@@ -164,7 +167,7 @@ class Documents:
 
     def __init__(self, path: str, field: str = "text"):
         self._path, self._field = path, field
-        self._has_lines = path.endswith(tuple(kind + end for kind in _JSON_LINES for end in _COMPRESSED))
+        self._has_lines = path.endswith(_WITH_LINES)
         self.position = 0
 
     def __iter__(self) -> Iterator[Document | Problem]:
@@ -288,7 +291,12 @@ def _open_parquet(path: str) -> Any:
 
 
 def check_columns(files: Sequence[str], field: str) -> None:
-    """Raises ValueError if a parquet file has no such column; one that cannot be opened is a `Problem`."""
+    """Raises ValueError if a parquet file has no such column, or all files are texts, which have no fields.
+
+    A file that cannot be opened is a `Problem`.
+    """
+    if files and field != FIELD and not any(path.endswith((*_WITH_LINES, ".parquet")) for path in files):
+        raise ValueError(f"--field {field}: {files[0]} is a document without fields; leave it out")
     for path in files:
         if path.endswith(".parquet") and special_kind(path) is None:
             _check_column(path, field)

@@ -14,7 +14,7 @@ from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_token
 from training.files import make_absolute, write_atomically
 from training.flags.ranges import at_most, check_ranges
 from training.tokenize import workers
-from training.tokenize.documents import WRITTEN
+from training.tokenize.documents import FIELD, WRITTEN
 
 TOKENIZER_SUMS = "tokenizer.checksums.json"
 """Checksums of a trained tokenizer, in PREFIX.partial."""
@@ -47,7 +47,7 @@ class TokenizeConfig:
     special_tokens: Literal["escape", "allow"] = "escape"
     """Encode a text that spells a special token, such as <|endoftext|>, as ordinary tokens, or as that token.
     PREFIX.json counts such texts."""
-    field: Annotated[str, tyro.conf.arg(aliases=["--column"])] = "text"
+    field: Annotated[str, tyro.conf.arg(aliases=["--column"])] = FIELD
     """Field, or column of parquet files, that holds the text."""
     recursive: bool = False
     """Also take files in folders of --input's folders, but not in hidden ones and links."""
@@ -66,6 +66,8 @@ def check_config(config: TokenizeConfig) -> None:
     """Raises ValueError if flags contradict each other, or a number is out of its range."""
     if config.train_tokenizer is False and (config.tokenizer is None or config.vocab_size is not None):
         raise ValueError("give --tokenizer FILE, or train one with --train-tokenizer [--vocab-size N]")
+    if not config.train_tokenizer and config.train_characters != TokenizeConfig.train_characters:
+        raise ValueError("--train-characters is for --train-tokenizer: give both, or leave it out")
     if config.eod is not None and not config.append_eod:
         raise ValueError("--eod names the token that --append-eod appends: give both")
     if config.train_tokenizer and config.eod not in (None, END_OF_DOCUMENT):

@@ -1,7 +1,6 @@
 """Measures of the GEMMs inside a model: against tensors taken out by other means; they change no training."""
 
 import functools
-import json
 import math
 
 import jax
@@ -11,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from support.llamas import layer_policies
+from support.runs import lines, weights
 
 import mxjax
 import train as training_program
@@ -20,7 +20,6 @@ from models.configs import DecoderConfig
 from models.gemms import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from mxjax.stats.layers import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
 from training.command_line import parse
-from training.run.checkpoints import Checkpoints
 
 CONFIG = DecoderConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 TOKENS = jax.random.randint(jax.random.key(5), (2, 17), 0, 64)
@@ -157,17 +156,13 @@ def test_by_layer_names_every_number():
 
 
 @pytest.mark.slow
-def test_measuring_changes_no_training(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+def test_measuring_changes_no_training(text, tmp_path):
     found, states = {}, {}
     for name, flags in {"without": [], "with": ["--stats-every", "2", "--profile", "3:4"]}.items():
         out = tmp_path / name
         flags = [*flags, "--policy", "wgrad", "--data", str(text), "--out", str(out)]
         training_program.train(parse([*SMALL, *flags]))
-        found[name] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        with Checkpoints(out / "checkpoints") as checkpoints:
-            states[name] = jax.tree.map(np.asarray, dict(checkpoints._manager.restore(4)))
+        found[name], states[name] = lines(out), weights(out)
     jax.tree.map(np.testing.assert_array_equal, states["with"], states["without"])
     measured = [r for r in found["with"] if "layers" in r]
     rest = [r for r in found["with"] if "layers" not in r]

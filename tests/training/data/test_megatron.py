@@ -6,6 +6,7 @@ import absl.flags
 import grain
 import numpy as np
 import pytest
+from support.runs import untimed
 
 import eval as evaluation_program
 import train as training_program
@@ -280,12 +281,6 @@ def run(out, *flags):
     return training_program.train(parse([*SMALL, "--policy", "bf16", "--out", str(out), *flags]))
 
 
-def lines(out):
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    times = {"tokens_per_s", "tflops_per_device", "step_s"}
-    return [{k: v for k, v in record.items() if k not in times} for record in records]
-
-
 @pytest.mark.slow
 def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     prefix = write(tmp_path / "train", top=256, end=[256])
@@ -296,7 +291,7 @@ def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     position = next((tmp_path / "resumed" / "checkpoints" / "2" / "data").rglob("metadata"))
     assert json.loads(position.read_text()) == {"next_index": 2}
     evaluation = run(tmp_path / "resumed", *flags, "--resume")
-    parts = lines(tmp_path / "resumed"), lines(tmp_path / "whole")
+    parts = untimed(tmp_path / "resumed"), untimed(tmp_path / "whole")
     steps = [[record for record in part if "loss" in record] for part in parts]
     assert steps[0] == steps[1]
     description = json.loads((tmp_path / "whole" / "config.json").read_text())

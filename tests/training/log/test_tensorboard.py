@@ -5,6 +5,7 @@ import json
 import resource
 
 import pytest
+from support import runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train as training_program
@@ -63,16 +64,14 @@ def test_a_full_disk_is_an_error_and_no_hang(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_writes_what_metrics_jsonl_gets(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
+def test_a_run_writes_what_metrics_jsonl_gets(text, tmp_path):
     out = tmp_path / "run"
     flags = "--batch-size 2 --seq-len 32 --eval-batches 1 --warmup-steps 1 --steps 3 --tensorboard"
     flags += f" --stats-every 2 --policy wgrad --model-config {tmp_path}/shape.json"
     shape = {"d_model": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32, "d_ff": 96}
     (tmp_path / "shape.json").write_text(json.dumps(shape | {"vocab_size": 257}))
     training_program.train(parse([*flags.split(), "--data", str(text), "--out", str(out)]))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = runs.lines(out)
     for name in ("loss", "grad_norm", "lr", "eval_loss"):
         expected = [(line["step"], pytest.approx(line[name])) for line in lines if name in line]
         assert scalars(out, name) == expected

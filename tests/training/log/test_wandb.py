@@ -6,6 +6,7 @@ import time
 
 import pytest
 import wandb
+from support import runs
 from wandb.proto.wandb_internal_pb2 import Record
 
 import train as training_program
@@ -105,7 +106,7 @@ def test_a_run_logs_what_metrics_jsonl_gets(tmp_path):
     config = parse([*flags.split(), "--model-config", str(shape), "--out", str(out), "--stop-after", "2"])
     training_program.train(config)
     training_program.train(parse(["--resume", "--out", str(out)]))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = runs.lines(out)
     rows = [row for _, rows in read(out) for row in rows]
     for name in ("loss", "eval_loss"):
         expected = [(line["step"], line[name]) for line in lines if name in line]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support.programs import run_compiled
-from support.runs import lines, resume, run, weights, without_time
+from support.runs import lines, resume, run, untimed, weights
 
 from analysis.evaluate import EvalConfig
 from analysis.restore import RunArguments, restore
@@ -19,13 +19,6 @@ RUNS = (
     f"{BFLOAT16} --adam-lr 1e-3 --ema 0.6 --z-loss 1e-3",
     pytest.param("--optimizer sgd --lr 0.05", marks=pytest.mark.exhaustive),
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
 
 
 @pytest.mark.slow
@@ -54,7 +47,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
         assert averaged["weights"] == "ema"
     steps = [r for r in lines(tmp_path / "whole") if "loss" in r]
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert without_time(lines(tmp_path / "resumed"))[-2:] == without_time(lines(tmp_path / "whole"))[-2:]
+    assert untimed(tmp_path / "resumed")[-2:] == untimed(tmp_path / "whole")[-2:]
 
 
 def test_the_best_step_is_that_of_the_weights_that_are_used(text, tmp_path):

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.runs import lines, weights
 
 import train as training_program
 from models import decoder
@@ -16,7 +17,6 @@ from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, P
 from training.data.indexed_dataset import IndexedWriter
 from training.data.megatron import load_megatron
 from training.phases import Phase, phases_of, to_record
-from training.run.checkpoints import Checkpoints
 from training.run.record import to_json, write_run_config
 from training.run.resume import check_extension, check_order, extend_phases
 from training.run.setup import choose
@@ -29,16 +29,11 @@ def run(*flags):
 
 
 def final(out):
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = {r["step"]: r["loss"] for r in records if "loss" in r}
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        return losses, jax.tree.map(np.asarray, dict(checkpoints._manager.restore(checkpoints.latest)))
+    return {r["step"]: r["loss"] for r in lines(out) if "loss" in r}, weights(out)[1]
 
 
 @pytest.mark.slow
-def test_an_extended_run_equals_a_longer_one(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(500)))
+def test_an_extended_run_equals_a_longer_one(text, tmp_path):
     flags = "--policy", "bf16", "--batch-size", 2, "--seq-len", 16, "--eval-batches", 1, "--warmup-steps", 1
     flags = (*flags, "--min-lr-ratio", 1, "--data", text, "--out")
     run(*flags, tmp_path / "whole", "--steps", 4)
@@ -51,10 +46,8 @@ def test_an_extended_run_equals_a_longer_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_branch_that_decays_equals_a_run_that_does(tmp_path):
+def test_a_branch_that_decays_equals_a_run_that_does(text, tmp_path):
     """With AdamW's moments and random bits in every GEMM; also where the branch itself is resumed."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(500)))
     flags = (
         "--policy",
         "full_sr",

@@ -169,6 +169,7 @@ def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
         ({"tokenizer": "broken.json"}, "broken.json is not a tokenizer.json"),
         ({"tokenizer": "t.json", "vocab_size": 300}, "or train one with --train-tokenizer"),
         ({"tokenizer": "t.json", "eod": "<eos>"}, "give both"),
+        ({"tokenizer": "t.json", "train_characters": 99}, "--train-characters is for --train-tokenizer"),
         (
             {"tokenizer": "t.json", "append_eod": True, "eod": "<end>"},
             "--eod '<end>': the tokenizer has no such",
@@ -210,6 +211,16 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_written(here, tm
     assert not (tmp_path / "out").exists()
     main([*flags, "--vocab-size", "258", "--column", "body"])
     assert len(IndexedDataset(tmp_path / "out" / "d")) == 1
+
+
+def test_a_field_of_texts_is_refused(here, tokenizer, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one")
+    with pytest.raises(
+        ValueError, match=r"--field body: .*a\.txt is a document without fields; leave it out"
+    ):
+        tokenize(config(tmp_path / "in", tmp_path / "d", tokenizer=tokenizer, field="body"))
+    assert list(tmp_path.glob("d*")) == []
 
 
 def test_text_alone_trains_a_tokenizer(tmp_path):
