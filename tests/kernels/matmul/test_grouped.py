@@ -117,9 +117,13 @@ def products(x, w, dy, sizes, *, policy, implementation):
     "policy", ["wgrad_hadamard", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fprop", "bf16", "fp8"))]
 )
 def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implementation):
-    """Without what no expert reads, which is NaN; scales span forty binades."""
+    """Without what no expert reads, which is NaN; scales span forty binades.
+
+    One scale for all experts, which FP8 has, would be NaN for the weights of an expert without rows.
+    """
     x, w, dy = tensors(150, span=40)
-    x, dy, w = x.at[140:].set(jnp.nan), dy.at[140:].set(jnp.nan), w.at[1].set(jnp.nan)
+    x, dy = x.at[140:].set(jnp.nan), dy.at[140:].set(jnp.nan)
+    w = w.at[1].set(0 if policy in ("fprop", "fp8") else jnp.nan)
     found = products(x, w, dy, jnp.array([100, 0, 40]), policy=policy, implementation=implementation)
     x, w, dy = x.at[140:].set(0), w.at[1].set(0), dy.at[140:].set(0)
     wanted = products(x, w, dy, jnp.array([100, 0, 40]), policy=policy, implementation="reference")
