@@ -68,13 +68,13 @@ def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, mo
     assert [r["step"] for r in steps if r.get("skipped")] == [3, 4, 7]
     assert [r["step"] for r in steps if r["loss"] == "nan"] == [3, 4, 7]
     assert [r["lr"] for r in steps[2:5]] == [steps[2]["lr"]] * 3  # of as many updates
-    final = weights(whole)
+    _, final = weights(whole)
     assert (final["rest"]["step"], final["rest"]["skipped"]) == (8, 3)
     assert {path.name for path in whole.glob("nonfinite-*")} == {f"nonfinite-step-{i}" for i in (3, 4, 7)}
     train(*arguments(text, parts, *flags, "--stop-after", "3"))
     train("--resume", "--out", parts)
     assert [r for r in untimed(parts) if "loss" in r] == steps
-    jax.tree.map(np.testing.assert_array_equal, weights(parts), final)
+    jax.tree.map(np.testing.assert_array_equal, weights(parts)[1], final)
 
 
 @pytest.mark.slow

@@ -35,6 +35,11 @@ SHORT = [*LONG, "--stop-after", "6"]  # the same program, so that it is compiled
 
 
 @pytest.fixture(scope="module")
+def text(text):
+    return str(text)
+
+
+@pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
     """A run of six steps, with checkpoints of steps 4 and 6."""
     out = tmp_path_factory.mktemp("runs") / "whole"
