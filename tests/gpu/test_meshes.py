@@ -45,6 +45,29 @@ def test_a_mesh_of_two_trains_as_one_does(programs, two_gpus, one, mesh):
     assert final(run, "eval_loss") == pytest.approx(final(one, "eval_loss"), rel=LATER)
 
 
+@pytest.mark.parametrize("mask", ["on", "off"])
+def test_a_sequence_on_two_gpus_trains_as_on_one(programs, two_gpus, mask):
+    size = SIZES[SIZES.index("--batch-size") + 1]
+    flags = "--accumulate", size, "--seq-len", "64" if ON_CPU else "512", "--document-mask", mask
+    alone = train(programs, f"alone-{mask}", *flags)
+    shared = train(programs, f"context-{mask}", *flags, "--mesh", "context=2", gpus=two_gpus)
+    assert_near(shared, alone, "loss", {1}, FIRST)
+    assert_near(shared, alone, "grad_norm", {1}, LATER)
+    assert final(shared, "eval_loss") == pytest.approx(final(alone, "eval_loss"), rel=LATER)
+
+
+def test_experts_on_two_gpus_multiply_as_on_one(programs, two_gpus):
+    """Tokens travel whole, or packed as the Fprop quantizes them, to the same bits."""
+    cases = "fp32:expert=2", "full_sr:expert=2", "nvfp4:expert=2"
+    found = finish(programs.start("-m", "support.contexts", "experts", *cases, gpus=two_gpus))
+    for record in map(json.loads, found.splitlines()[-len(cases) :]):
+        assert max(record["errors"]) < PRODUCT, record
+    cases = "tetrajet:expert=2", "lumen_dequantized:expert=2"
+    found = finish(programs.start("-m", "support.contexts", "traffic", *cases, gpus=two_gpus))
+    for record in map(json.loads, found.splitlines()[-len(cases) :]):
+        assert record["same"] == [True] * 4, record
+
+
 @pytest.mark.parametrize("policy", ["wgrad_hadamard", "full_sr"])
 def test_products_on_two_gpus_are_those_of_one(programs, two_gpus, policy):
     sizes = (4, 64, 128, 64) if ON_CPU else (8, 256, 512, 1024)
