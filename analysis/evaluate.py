@@ -21,8 +21,8 @@ from training.data.evaluation_sets import (
 )
 from training.data.load import Tokens, held_out_tokens, load_data, load_held_out, make_sets
 from training.files import make_absolute
+from training.flags.ranges import COUNT, check_ranges
 from training.process.start import program_name
-from training.ranges import COUNT, check_ranges
 from training.run.resume import changed_data
 from training.run.tokens import check_tokenizer_of, check_tokens_of, how_to_tokenize, own_tokenizer
 from training.step import evaluate, make_eval_step

@@ -19,11 +19,12 @@ from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
 from training.files import make_absolute
-from training.log.metrics import evaluations
+from training.log.metrics import best_step
 from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
 from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints, Weights
+from training.run.checksums import saved_steps
 from training.run.record import documents_of_run, from_json, model_of, read_run_config
 from training.step import all_finite
 
@@ -46,7 +47,8 @@ class RunArguments:
     implementation: Implementation | None = None
     """Implementation of the GEMMs. Default: as in the run."""
     step: int | Literal["best"] | None = None
-    """Take the checkpoint of this step, or the best one by evaluation loss. Default: the last."""
+    """Take the checkpoint of this step, or best: where the --weights had the lowest evaluation loss. Default:
+    the last."""
     weights: Weights | None = None
     """ema: the average of the parameters that --ema keeps, instead of them."""
     json: bool = False
@@ -84,10 +86,10 @@ def restore(arguments: RunArguments) -> Restored:
     for phase in phases:
         check_implementations(phase.layers.policies, implementation)
         check_policies(model, phase.layers, implementation)
-    with Checkpoints(arguments.run / "checkpoints", losses=evaluations(arguments.run)) as checkpoints:
+    with Checkpoints(arguments.run / "checkpoints") as checkpoints:
         step = checkpoints.latest if arguments.step is None else arguments.step
-        if step == "best" and (step := checkpoints.best) is None:
-            raise ValueError(f"--step best: {arguments.run} has no checkpoint at a step with an evaluation")
+        if step == "best":
+            step = best_step(arguments.run, saved_steps(arguments.run / "checkpoints"), arguments.weights)
         params = checkpoints.restore_params(decoder.abstract_params(model), step, arguments.weights)
         phase = phase_at(phases, step or 0)
     if not jax.jit(all_finite)(params):

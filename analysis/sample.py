@@ -19,9 +19,9 @@ from models.generation import Options, cache_bytes, generate
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 from training.data.tokenizer import end_of_document, load_tokenizer
+from training.flags.ranges import COUNT, NOT_NEGATIVE, SEED, Range, check_ranges
 from training.memory import gib, memory_there_is
 from training.process.start import program_name
-from training.ranges import COUNT, NOT_NEGATIVE, SEED, Range, check_ranges
 from training.run.resume import begun_run
 from training.run.tokens import find_tokenizer
 

@@ -46,11 +46,13 @@ import numpy as np
 from benchmarks import train_worker
 from benchmarks.train_worker import OURS, PEER, TRACED_STEPS, Job
 from models.configs import get_config
-from mxjax.kernels.selftest.measured import LATE, commit
+from mxjax.kernels.selftest.measured import LATE
 from mxjax.products.implementations import Implementation
 from mxjax.recipes import get_policy
+from mxjax.runtime.checkout import commit
 from mxjax.runtime.remat import Remat
 from mxjax.runtime.tables import table
+from training.config import parse_rules
 from training.files import write_atomically
 from training.log.throughput import peak_flops
 from training.process.environment import input_errors
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     report: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.train_speed", *_without_places(given)]),
-        "commit": options.commit or commit(),
+        "commit": options.commit or commit() or "unknown",
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "runs": [],
     }
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, of all devices together")
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--policies", nargs="*", default=["bf16", "fp8", "wgrad_hadamard", "full_hadamard"])
+    parser.add_argument("--layers", nargs="*", default=(), help="exceptions by layer, as train.py's")
     how = typing.get_args(Implementation)
     parser.add_argument("--implementation", choices=how, help="of the products; default: the fastest")
     parser.add_argument(
@@ -153,6 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         get_config(options.model)
         for policy in options.policies:
             get_policy(policy)
+        parse_rules(options.layers)
     except ValueError as error:
         parser.error(str(error))
     if options.before is None:

@@ -29,7 +29,7 @@ from mxjax.products.implementations import check_remat, choose_implementation
 from mxjax.recipes import get_policy
 from mxjax.runtime.tables import table
 from training import sharding as parameter_sharding
-from training.config import DataConfig, OptimizerConfig
+from training.config import DataConfig, OptimizerConfig, parse_rules
 from training.data.load import load_data
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
@@ -69,7 +69,7 @@ class Job:
       before: steps to train before these, at least 1.
       tokens: an .npy file of the tokens of each step, int32 [steps, batch, seq + 1]; None draws them.
       devices: number of devices to use.
-      remat, implementation, mesh: train.py's flags.
+      remat, implementation, mesh, layers: train.py's flags.
       loss: "whole" logits, or "chunked" in the peer.
       rows: tokens in a chunk of the peer's loss.
       trace: folder for a profile of a few steps after the timed ones, or None.
@@ -87,6 +87,7 @@ class Job:
     remat: Literal["none", "dots", "fp4", "full"] = "none"
     implementation: Any = None
     mesh: str | None = None
+    layers: tuple[str, ...] = ()
     loss: str = "whole"
     rows: int = 2048
     trace: str | None = None
@@ -94,7 +95,7 @@ class Job:
     @property
     def name(self) -> str:
         """The line's name in the table."""
-        return self.subject if self.program == OURS else f"PyTorch, {self.subject}"
+        return " ".join((self.subject, *self.layers)) if self.program == OURS else f"PyTorch, {self.subject}"
 
 
 def rate_of(job: Job) -> tuple[float, int]:
@@ -201,7 +202,7 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
     rate, warmup = rate_of(job)
     config = OptimizerConfig(lr=rate, warmup_steps=warmup)
     optimizer, schedule = make_optimizer(config), learning_rate(config, 1_000_000_000)
-    policies = decoder.layer_policies(model, get_policy(job.subject))
+    policies = decoder.layer_policies(model, get_policy(job.subject), parse_rules(job.layers))
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)

@@ -53,7 +53,7 @@ class ClampedSwiGLU:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts in place of each block's MLP, which have its width each, and their router.
+    """The experts in place of a block's MLP, which have the width `d_ff` each, and their router.
 
     Attributes:
       n: experts.
@@ -96,6 +96,10 @@ class DecoderConfig:
       sinks: whether each head has a logit that joins the softmax of every query, without a value.
       windows: tokens that a query sees, itself included, in each block; 0 is all. Empty is 0 in all blocks.
       experts: in place of each block's MLP.
+      dense_d_ff: width of the gated MLP that a block has in place of experts; 0 is experts. Empty is 0 in
+        all blocks.
+      rope_layers: 1 in each block that rotates queries and keys by their positions, 0 in one that does not
+        (NoPE). Empty is 1 in all blocks.
     """
 
     vocab_size: int
@@ -117,10 +121,23 @@ class DecoderConfig:
     sinks: bool = False
     windows: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
+    dense_d_ff: tuple[int, ...] = ()
+    rope_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.windows and len(self.windows) != self.n_layers:
-            raise ValueError(f"windows must have n_layers {self.n_layers} entries, got {len(self.windows)}")
+        for name in ("windows", "dense_d_ff", "rope_layers"):
+            if (given := len(getattr(self, name))) not in (0, self.n_layers):
+                raise ValueError(f"{name} must have n_layers {self.n_layers} entries, got {given}")
+        widths = {*self.dense_d_ff}
+        if widths and not (self.experts and 0 in widths and len(widths) == 2):
+            raise ValueError(
+                "dense_d_ff must be 0 in the blocks with experts and one width in the others, and there must "
+                f"be both, got {self.dense_d_ff}"
+            )
+        if not set(self.rope_layers) <= {0, 1}:
+            raise ValueError(f"rope_layers must be 0 or 1 in each block, got {self.rope_layers}")
+        if self.yarn and 0 in self.rope_layers:
+            raise ValueError("yarn scales queries and keys of all blocks: rope_layers must have no 0 with it")
         if self.rope_scaling and self.yarn:
             raise ValueError("rope_scaling and yarn both scale the rotary frequencies: give one of them")
         if self.n_heads % self.n_kv_heads:
@@ -129,13 +146,25 @@ class DecoderConfig:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary embeddings")
 
     @property
+    def n_dense(self) -> int:
+        """The number of blocks with an MLP in a decoder that has experts."""
+        return sum(width > 0 for width in self.dense_d_ff)
+
+    def block(self, i: int) -> "DecoderConfig":
+        """Returns the configuration of a decoder whose blocks all have block i's MLP, or its experts."""
+        if not self.dense_d_ff:
+            return self
+        dense = {"experts": None, "d_ff": self.dense_d_ff[i]} if self.dense_d_ff[i] else {}
+        return dataclasses.replace(self, dense_d_ff=(), **dense)
+
+    @property
     def qkv_size(self) -> int:
         """The width of the fused query, key and value projection."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     @property
     def mlp_size(self) -> int:
-        """The number of parameters of a block's MLP, or of all its experts and their router."""
+        """The number of parameters of a block's MLP, or of its experts and their router if there are any."""
         if (e := self.experts) is None:
             return 3 * self.d_model * self.d_ff
         biases = e.n * (2 * self.d_ff + self.d_model + 1) if e.biased else 0
@@ -150,12 +179,14 @@ class DecoderConfig:
         block += self.qkv_size * self.qkv_bias + self.d_model * self.out_bias
         block += 2 * self.head_dim * self.qk_norm + self.n_heads * self.sinks
         embeddings = self.vocab_size * self.d_model * (1 if self.tied else 2)
-        return self.n_layers * block + embeddings + self.d_model
+        dense = self.n_dense * (3 * self.d_model * max(self.dense_d_ff, default=0) - self.mlp_size)
+        return self.n_layers * block + dense + embeddings + self.d_model
 
     @property
     def n_expert_params(self) -> int:
         """The number of parameters of all experts' matrices."""
-        return 0 if self.experts is None else 3 * self.n_layers * self.d_model * self.d_ff * self.experts.n
+        layers = self.n_layers - self.n_dense
+        return 0 if self.experts is None else 3 * layers * self.d_model * self.d_ff * self.experts.n
 
     @property
     def n_active_params(self) -> int:
@@ -241,6 +272,10 @@ CONFIGS: Mapping[str, DecoderConfig] = types.MappingProxyType(
             rope_theta=10_000.0,
             norm_eps=1e-6,
             experts=_experts(64, 4),
+        ),
+        # Llama 3.2 1B's attention and experts of 3584: 1.0 billion of 3.1 billion parameters a token.
+        "moe-1b": DecoderConfig(
+            32_000, 2048, 16, 32, 8, 64, 3584, rope_theta=10_000.0, experts=_experts(8, 2)
         ),
     }
 )

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from models import gemms, loss
 from models.attention import block_windows, rope_angles
-from models.block import Block, RMSNorm
+from models.block import RMSNorm
 from models.configs import DecoderConfig
 from models.context import cut, join, sequence_parts
 from models.documents import Documents, document_starts, first_keys
@@ -32,6 +32,7 @@ from models.experts import Routing, auxiliary_loss
 from models.gemms import BlockGemms, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
 from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
+from models.stacks import block_graph, part, slice_stack, stacked_blocks
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies, Rules, resolve
 from mxjax.products.implementations import Implementation, quantizes_by_xla
@@ -54,8 +55,7 @@ def layer_policies(config: DecoderConfig, default: Policy, rules: Rules = ()) ->
     Quantizing "attention.values" is not causal: its blocks lie along the sequence and share scales with later
     tokens.
     """
-    layers = block_layers(config)
-    names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in layers]
+    names = [f"blocks.{i}.{layer}" for i in range(config.n_layers) for layer in block_layers(config.block(i))]
     own = [(name, _BF16) for name in _HIGH_PRECISION]
     found = resolve([*names, "head"], default, (*own, *rules))
     if config.experts is None:
@@ -70,7 +70,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
         self.embedding = random_matrix(rngs, config.vocab_size, config.d_model, std=config.init_std)
-        self.blocks = _stack(config, rngs)
+        self.blocks = stacked_blocks(config, rngs)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         head = config.d_model, config.vocab_size
         self.head = None if config.tied else random_matrix(rngs, *head, std=config.init_std)
@@ -130,24 +130,25 @@ class Decoder(nnx.Module):
             rope = cut(jnp.broadcast_to(rope, (*tokens_BS.shape, rope.shape[2])), parts)
             tokens_BS = cut(tokens_BS, parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
-        graph, blocks = nnx.split(self.blocks)
+        blocks = nnx.to_pure_dict(nnx.state(self.blocks))
+        rotated = rotated_blocks(self.config)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
+            graph = block_graph(self.config, start)
             options = implementation, rope, starts_BS, parts, traffic
             run = functools.partial(_run_block, graph, block_policies, *options)
             slow = quantizes_by_xla(block_policies.values(), implementation)
             turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
             run = rematerialize(run, remat, in_loop=stop - start > turn)
             keys = block_keys(key, start, stop, len(block_policies))
-            whole = stop - start == self.config.n_layers
-            stacked = blocks, slots
-            here = None if windows is None else windows[start:stop]
-            layers = (stacked if whole else _slice(stacked, start, stop)), (keys, here)
+            of_blocks = part(self.config, blocks, start, stop), slice_stack(slots, start, stop)
+            layers = of_blocks, (keys, *slice_stack((windows, rotated), start, stop))
             if turn == stop - start and row_parts() > 1:
                 x_BSD, head, routing = run_blocks(run, x_BSD, layers, turn, head)
             else:
                 x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
             routings.append(routing)
+        routings = [routing for routing in routings if routing is not None] or [None]
         routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
         return self.norm(x_BSD), head, routing
 
@@ -282,40 +283,37 @@ def _positions(config, tokens_BS, documents: Documents | None, has_mask: bool):
     return rope_angles(position_BS, config), starts_BS
 
 
+def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
+    """Returns a factor of the angles of each block, 0 where it does not rotate; None if all blocks do."""
+    return jnp.asarray(config.rope_layers, jnp.float32) if 0 in config.rope_layers else None
+
+
 def _run_block(graph, policies, implementation, rope, starts_BS, parts, traffic, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
-    (weights, slots), (keys, window) = layer
+    (weights, slots), (keys, window, rotates) = layer
     of_block = BlockGemms(policies, keys, implementation, slots, parts, traffic)
     first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
     if parts > 1 and first_key_BS is not None:
         first_key_BS = cut(first_key_BS, parts)
+    rope = rope if rotates is None else rope * rotates
     x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, first_key_BS)
     return x_BSD, of_block.routing
 
 
 def runs(policies: LayerPolicies, n_layers: int) -> list[tuple[int, int, dict[str, Policy]]]:
-    """Returns (start, stop, policies by layer) for each run of consecutive blocks with the same policies."""
-    named = dict(policies.items())
-    layers = [name.removeprefix("blocks.0.") for name in named if name.startswith("blocks.0.")]
-    blocks = [{layer: named[f"blocks.{i}.{layer}"] for layer in layers} for i in range(n_layers)]
+    """Returns (start, stop, policies by layer) for each run of consecutive blocks with the same policies.
+
+    Blocks of two kinds have other layers, so a run's blocks are of one kind.
+    """
+    blocks: list[dict[str, Policy]] = [{} for _ in range(n_layers)]
+    for name, policy in policies.items():
+        _, _, layer = name.partition("blocks.")
+        if layer:
+            number, _, layer = layer.partition(".")
+            blocks[int(number)][layer] = policy
     runs, start = [], 0
     for of_block, group in itertools.groupby(blocks):
         stop = start + len(list(group))
         runs.append((start, stop, of_block))
         start = stop
     return runs
-
-
-def _slice(blocks, start: int, stop: int):
-    return jax.tree.map(lambda a: a[start:stop], blocks)
-
-
-def _stack(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
-    """Returns a Block whose parameters have a leading axis of n_layers."""
-
-    @nnx.split_rngs(splits=config.n_layers)
-    @nnx.vmap
-    def make(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs)
-
-    return make(rngs)

@@ -9,6 +9,7 @@ Shapes in names as in `models.decoder`; T tokens, E experts, K active ones, A = 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -162,8 +163,10 @@ def check_policies(
             check_on_mesh(policy, implementation)
         return mxjax.ragged_dot(x, w, size, policy=policy, key=key, implementation=implementation)
 
-    layers = policies.items() if config.experts else []
-    for policy, name in {p: name for name, p in layers if name.endswith(("mlp.gate_up", "mlp.down"))}.items():
+    layers = dict(policies.items())
+    routed = [name.removesuffix("router") for name in layers if name.endswith("mlp.router")]
+    names = [block + layer for block in routed for layer in ("gate_up", "down")]
+    for policy, name in {layers[name]: name for name in names}.items():
         try:
             jax.eval_shape(functools.partial(product, policy), x, w, size)
         except NotImplementedError as error:
@@ -188,13 +191,13 @@ def summary(config: ExpertsConfig, routing: Routing) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in values.items()}
 
 
-def routing_by_layer(routing: Routing) -> dict[str, dict[str, Any]]:
-    """Returns nested dicts of numbers, keyed by router: "blocks.0.mlp.router" and so on."""
-    load_LE, *means = (np.asarray(part).tolist() for part in routing)
+def routing_by_layer(routing: Routing, blocks: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Returns nested dicts of numbers, keyed by the router of each of `blocks`: "blocks.0.mlp.router"."""
+    loads, *means = (np.asarray(part).tolist() for part in routing)
     return {
         f"blocks.{i}.mlp.router": dict(zip(Routing._fields[1:], values, strict=True))
-        | {"load": {str(expert): value for expert, value in enumerate(load_LE[i])}}
-        for i, values in enumerate(zip(*means, strict=True))
+        | {"load": {str(expert): value for expert, value in enumerate(load)}}
+        for i, load, *values in zip(blocks, loads, *means, strict=True)
     }
 
 

@@ -49,6 +49,8 @@ AXES = {
     "mlp.router": ("embed", "norm"),
     "mlp.shared_gate_up": ("embed", "mlp"),
     "mlp.shared_down": ("mlp", "embed"),
+    "dense_mlp.gate_up": ("embed", "mlp"),
+    "dense_mlp.down": ("mlp", "embed"),
 }
 """The logical axes of the weights, or of an expert's; see `models.sharding`."""
 _FUSED_ATTENTION = {mxjax.get_policy("bf16"): jnp.bfloat16, mxjax.get_policy("fp32"): jnp.float32}

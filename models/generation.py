@@ -24,6 +24,7 @@ from models.attention import rope_angles
 from models.configs import DecoderConfig
 from models.documents import Documents, document_starts, first_keys, visible_keys
 from models.gemms import BlockGemms, attend, block_keys
+from models.stacks import block_graph, part, slice_stack
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 
@@ -130,7 +131,8 @@ def read(
     model = nnx.merge(decoder.graph(config), params)
     position_BS, starts_BS, start_B = _positions(tokens_BS, options.documents, cache.start_B, start)
     rope = rope_angles(position_BS, config)
-    graph, blocks = nnx.split(model.blocks)
+    blocks = nnx.to_pure_dict(nnx.state(model.blocks))
+    rotated = decoder.rotated_blocks(config)
     x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), [[] for _ in cache.blocks]
     for group, first, begin, end, policies in _runs(config, options.policies, cache):
         T = cache.blocks[group][0].shape[2]
@@ -138,16 +140,17 @@ def read(
         has_mask = is_window or options.documents is not None
         first_key_BS = first_keys(starts_BS, T if is_window else None, start) if has_mask else None
 
-        def run(x_BSD, layer, policies=policies, is_window=is_window, first_key_BS=first_key_BS):
-            keys, weights, cached = layer
+        def run(x_BSD, layer, policies=policies, is_window=is_window, first_key_BS=first_key_BS, begin=begin):
+            keys, weights, cached, rotates = layer
             gemms = _CachedGemms(policies, keys, options.implementation, cached, start, is_window)
-            x_BSD = nnx.merge(graph, weights)(x_BSD, rope, gemms, first_key_BS)
-            return x_BSD, gemms.cached
+            block = nnx.merge(block_graph(config, begin), weights)
+            angles = rope if rotates is None else rope * rotates
+            return block(x_BSD, angles, gemms, first_key_BS), gemms.cached
 
-        weights = jax.tree.map(lambda a, i=begin, j=end: a[i:j], blocks)
-        cached = jax.tree.map(lambda a, i=begin - first, j=end - first: a[i:j], cache.blocks[group])
-        x_BSD, part = jax.lax.scan(run, x_BSD, (block_keys(key, begin, end, len(policies)), weights, cached))
-        parts[group].append(part)
+        cached = slice_stack(cache.blocks[group], begin - first, end - first)
+        keys, weights = block_keys(key, begin, end, len(policies)), part(config, blocks, begin, end)
+        x_BSD, kept = jax.lax.scan(run, x_BSD, (keys, weights, cached, slice_stack(rotated, begin, end)))
+        parts[group].append(kept)
     precision = {"policies": options.policies, "key": key, "implementation": options.implementation}
     logits_B1V = model.logits(model.norm(x_BSD[:, -1:]), **precision)
     kept = [jax.tree.map(lambda *a: jnp.concatenate(a), *of_group) for of_group in parts]

@@ -24,7 +24,7 @@ from jax import lax
 from matplotlib.figure import Figure
 
 import mxjax
-from mxjax.kernels.selftest.measured import commit
+from mxjax.runtime.checkout import commit
 from mxjax.runtime.tables import table
 from studies.documents import insert
 
@@ -93,7 +93,7 @@ def main() -> None:
     *batches, last = batches_of_source(options.steps + 1)
     layers = gradients_of(train(batches), last)
     content = {
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "command": shlex.join(["python", "-m", "studies.gradients", *sys.argv[1:]]),
         "jax": jax.__version__,
         "steps": options.steps,

@@ -9,6 +9,7 @@ from flax import nnx
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.documents import Documents
 from models.gemms import linear_layers
 from mxjax.policy.layers import LayerPolicies
 from mxjax.stats.layers import Amax
@@ -27,6 +28,7 @@ def largest_inputs(
     policies: LayerPolicies,
     data: str,
     seq_len: int,
+    documents: Documents | None,
 ) -> dict[str, float]:
     """Returns the largest magnitude of each linear layer's input, by the names of our layers and "head".
 
@@ -35,6 +37,7 @@ def largest_inputs(
       policies: the precision in which the model runs.
       data: text or dataset PREFIX, of which the first 16 sequences are read.
       seq_len: tokens of a sequence, fewer if there are fewer.
+      documents: what attention keeps apart, as in training; None is whole sequences.
     Raises:
       ValueError: the data cannot be read or has other tokens, or inputs are not finite.
     """
@@ -49,7 +52,8 @@ def largest_inputs(
     def largest(params, batch):
         def output(slots):
             model = nnx.merge(decoder.graph(config), params)
-            x, _, _ = model.hidden(batch, policies=policies, key=jax.random.key(0), slots=slots)
+            options = {"key": jax.random.key(0), "slots": slots, "documents": documents}
+            x, _, _ = model.hidden(batch, policies=policies, **options)
             return jnp.sum(x.astype(jnp.float32)), jnp.max(jnp.abs(x)).astype(jnp.float32)
 
         found, head = jax.grad(output, has_aux=True)(dict.fromkeys(names, Amax(zeros, zeros, zeros)))

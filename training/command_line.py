@@ -27,9 +27,9 @@ from mxjax.policy import Policy
 from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, by_flag
 from training.files import absolute_path
-from training.flag_names import suggestion
+from training.flags.names import suggestion
+from training.flags.ranges import COUNT
 from training.process.start import output_errors, program_name
-from training.ranges import COUNT
 
 _BORDER = re.compile(r"^[ │] ?| *│?$")
 _INDENT = "    "

@@ -22,10 +22,10 @@ from mxjax.products.implementations import Implementation
 from mxjax.runtime.remat import Remat
 from training.data.evaluation_sets import absolute_eval_data, parse_eval_data
 from training.files import absolute_path, make_absolute
+from training.flags.policy_source import label, load_policy
+from training.flags.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 from training.optimizer.config import RANGES as OPTIMIZER_RANGES
 from training.optimizer.config import OptimizerConfig, check_effect, check_logged
-from training.policy_source import label, load_policy
-from training.ranges import COUNT, FINITE, SEED, Range, at_most, check_ranges
 
 _RANGES: Mapping[str, Range] = types.MappingProxyType(
     dict(OPTIMIZER_RANGES)
@@ -175,7 +175,7 @@ def parse_rules(layers: Iterable[str]) -> list[tuple[str, Policy]]:
     """Returns exceptions by layer, each PATTERN=POLICY, as (pattern, policy).
 
     Raises:
-      ValueError: malformed text, or see `training.policy_source.load_policy`.
+      ValueError: malformed text, or see `training.flags.policy_source.load_policy`.
     """
     rules: list[tuple[str, Policy]] = []
     for rule in layers:
@@ -279,8 +279,8 @@ class Config:
     resume: bool = False
     """Resume the run in --out from its last good checkpoint with all its flags, on a CPU bit for bit."""
     plan: bool = False
-    """Print the memory of a step, whether it fits, and else what to change; train and write nothing. --mesh
-    may have more devices than there are."""
+    """Print the memory of a step, which GPUs it fits, whether it fits here, and else what to change; train
+    and write nothing. --mesh may have more devices than there are."""
     stop_after: int | None = None
     """Checkpoint and end after this step; --resume continues the run."""
     checkpoint_every: int = 100

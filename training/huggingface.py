@@ -53,15 +53,16 @@ from training.calibration import largest_inputs
 from training.command_line import check_lists, flags
 from training.config import Config, DataConfig, PrecisionConfig
 from training.files import HUGGINGFACE, absolute_path
-from training.model_card import EndToken, end_token, model_card
+from training.flags.ranges import Range, check_ranges
+from training.log.metrics import best_step
+from training.model_card import EndToken, end_token, export_in_words, import_in_words, model_card
 from training.phases import from_record, phase_at
 from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
 from training.process.start import output_errors, unwinding_signals
-from training.ranges import Range, check_ranges
 from training.run.checkpoints import Checkpoints, Weights, save_params
 from training.run.checksums import saved_steps
-from training.run.record import model_of, read_run_config, to_json, write_run_config
+from training.run.record import documents_of_run, model_of, read_run_config, to_json, write_run_config
 from training.run.tokens import find_tokenizer
 
 PROGRAM = "python -m training.huggingface"
@@ -78,9 +79,9 @@ def main() -> None:
     run = flags(lambda words: parse(later, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
     with unwinding_signals(), input_errors():
         start_jax()
-        config = run()
+        said = run()
     with output_errors():
-        print(f"{config.n_params:,} parameters: {config}")
+        print(said)
 
 
 def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
@@ -102,8 +103,8 @@ CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(m
 RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig:
-    """Imports a Hugging Face checkpoint as a run, for train.py --init and eval.py.
+def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> str:
+    """Imports a Hugging Face checkpoint as a run; returns a summary and the next command, in two lines.
 
     Args:
       source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
@@ -136,7 +137,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder) -> DecoderConfig
             "imported": str(source),
         }
         write_run_config(folder, values)
-    return config
+    return import_in_words(run, config)
 
 
 def export_checkpoint(
@@ -144,7 +145,7 @@ def export_checkpoint(
     target: CheckpointFolder,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     weights: Weights | None = None,
     quantize: PackedFormat | Literal["gguf"] | None = None,
     scale_rule: ScaleRule | None = None,
@@ -153,15 +154,15 @@ def export_checkpoint(
     chat_template: pathlib.Path | None = None,
     shard_gb: float = 5.0,
     allow_nonfinite: bool = False,
-) -> DecoderConfig:
-    """Writes a run's parameters as a Hugging Face checkpoint that transformers loads.
+) -> str:
+    """Exports a run for transformers; returns a summary and the next command, in two lines.
 
     Args:
       run: the run's folder.
       target: the folder to create.
       dtype: dtype of the weights that are not quantized. Default: as each tensor was imported, or float32,
         which loses nothing; with --quantize bfloat16, the only one that loaders then take.
-      step: the checkpoint's step. Default: the last.
+      step: the checkpoint's step, or best by the evaluation loss of the weights. Default: the last.
       weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
@@ -183,7 +184,9 @@ def export_checkpoint(
     _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
     saved = read_run_config(run)
     config = model_of(saved)
-    at = max(saved_steps(run / "checkpoints"), default=0) if step is None else step
+    steps = saved_steps(run / "checkpoints")
+    step = best_step(run, steps, weights) if step == "best" else step
+    at = max(steps, default=0) if step is None else step
     with new_folder(target) as folder:
         with Checkpoints(run / "checkpoints") as checkpoints:
             params = jax.tree.map(
@@ -197,7 +200,6 @@ def export_checkpoint(
             phases = from_record(saved)
             layers = phase_at(phases, at).layers if phases else None
             packing = _pack(config, layers, quantize, scale_rule, calibrate is not None)
-            print(packing.line)
             if calibrate is not None:
                 packing = packing._replace(inputs=_inputs(run, saved, config, params, layers, calibrate))
         specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
@@ -214,7 +216,7 @@ def export_checkpoint(
         else:
             _write_weights(folder, config, params, specs, packing, int(shard_gb * 1e9))
         (folder / "README.md").write_text(model_card(run, saved, at, packing.line, weights))
-    return config
+    return export_in_words(target, config, at, packing.line)
 
 
 class _Packing(NamedTuple):
@@ -252,15 +254,16 @@ def _pack(
 
 def _inputs(
     run: pathlib.Path,
-    saved: Mapping[str, Any],
+    saved: dict[str, Any],
     config: DecoderConfig,
     params: decoder.Params,
     layers: LayerPolicies | None,
     data: str,
 ) -> dict[str, float]:
-    """Returns the largest inputs on the data, in the policies given, or in bfloat16."""
+    """Returns the largest inputs on the data, in the policies given or bfloat16, under the run's mask."""
     layers = layers or decoder.layer_policies(config, get_policy("bf16"))
-    return largest_inputs(run, config, params, layers, data, saved["config"]["data"]["seq_len"])
+    seq_len = saved["config"]["data"]["seq_len"]
+    return largest_inputs(run, config, params, layers, data, seq_len, documents_of_run(saved))
 
 
 def _check_format_flags(

@@ -146,7 +146,7 @@ def step_memory(
     has_mask = documents is not None or any(0 < window < seq_len for window in config.windows)
     is_plain = not (has_mask or config.sinks)
     scores = score_bytes(queries, is_plain) if parts == 1 else ring_bytes(queries, config.n_kv_heads)
-    block = _block_bytes(config, tokens) + scores
+    block = max(_block_bytes(config.block(i), tokens) for i in range(config.n_layers)) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
     largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
@@ -176,6 +176,7 @@ def device_share(config: DecoderConfig, mesh: Mapping[str, int], tokens: int) ->
         n_heads=config.n_heads // tensor,
         n_kv_heads=config.n_kv_heads // tensor,
         d_ff=config.d_ff // tensor,
+        dense_d_ff=tuple(width // tensor for width in config.dense_d_ff),
         vocab_size=-(-config.vocab_size // tensor),
     )
 

@@ -1,17 +1,20 @@
-"""The model card of an export, and the token ids at which generation ends."""
+"""What an import and an export say of themselves: a line and a command, the model card, the end token."""
 
 import pathlib
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from models.configs import DecoderConfig
 from models.huggingface.architectures import ARCHITECTURES, model_type
 from models.received import read_json
 from training.command_line import command_of
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE
-from training.log.metrics import read_records
+from training.log.metrics import evaluations
 from training.run.checkpoints import Weights
 from training.run.record import from_json, model_of
+from training.run.tokens import how_to_tokenize, own_tokenizer
 
 
 class EndToken(NamedTuple):
@@ -39,6 +42,35 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
     return None
 
 
+def import_in_words(run: pathlib.Path, model: DecoderConfig) -> str:
+    """Returns what was imported as a run, and what to do with it next, in two lines."""
+    tokenizer = own_tokenizer(run)
+    first = "" if tokenizer is None else f"take text and {how_to_tokenize(tokenizer)}; then "
+    train = f"python train.py --init {shlex.quote(str(run))} --data PREFIX --lr 2e-5 --out OUT"
+    return f"imported {_in_words(model)} as {run}\n{first}train it: {train}"
+
+
+def export_in_words(folder: pathlib.Path, model: DecoderConfig, step: int, stored: str) -> str:
+    """Returns what was exported, see `model_card`, and what to do with it next, in two lines."""
+    path = shlex.quote(str(folder))
+    if (folder / "model.gguf").exists():
+        then = f"serve it: llama-server -m {path}/model.gguf"
+    elif (folder / "tokenizer.json").exists():
+        then = f"serve it: vllm serve {path}"
+    else:  # no server takes bytes
+        then = f"load it: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    return f"exported step {step:,} as {folder}: {_in_words(model)}; {stored}\n{then}"
+
+
+def _in_words(model: DecoderConfig) -> str:
+    """Returns the architecture and the sizes of a model."""
+    name = ARCHITECTURES[model_type(model)].name
+    return (
+        f"{name} with {model.n_params:,} parameters, {model.n_layers} blocks of width {model.d_model:,} and "
+        f"{model.vocab_size:,} tokens"
+    )
+
+
 def model_card(
     run: pathlib.Path, saved: dict[str, Any], step: int, stored: str, weights: Weights | None = None
 ) -> str:
@@ -51,8 +83,7 @@ def model_card(
       weights: which weights; the loss is theirs.
     """
     config, data = from_json(saved["config"]), saved.get("data", {})
-    measured = "eval_loss" if weights is None else "ema_eval_loss"
-    losses = {r["step"]: r[measured] for r in read_records(run) if measured in r and r["step"] <= step}
+    losses = {at: loss for at, loss in evaluations(run, weights).items() if at <= step}
     averaged = "" if weights is None else f"average over the steps (--ema {config.optimizer.ema}), "
     tokens = step * config.data.batch_size * config.data.seq_len
     environment = saved.get("environment", {})
@@ -64,6 +95,7 @@ def model_card(
         "Validation loss": f"{losses[max(losses)]:.4f} at step {max(losses):,}" if losses else None,
         "Weights": averaged + stored,
         "mxjax": environment.get("mxjax"),
+        "Commit": environment.get("commit"),
         "JAX": environment.get("jax"),
         "Device": environment.get("device"),
         "Command": f"`{command_of(config, 'RUN')}`" if step else None,

@@ -27,7 +27,7 @@ from mxjax.policy.layers import LayerPolicies, Rules
 from mxjax.recipes.whole_runs import RECIPES
 from training.config import Config, PrecisionConfig
 from training.files import MISSING, are_sums, problem, size_and_crc32
-from training.policy_source import check_sources, label, load_policy
+from training.flags.policy_source import check_sources, label, load_policy
 
 
 def expand(config: Config) -> Config:

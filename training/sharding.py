@@ -26,6 +26,7 @@ from models.context import fewest_sequences
 from models.decoder import AXES, Params, abstract_params
 from models.sharding import AXES as MESH_AXES
 from models.sharding import RULES, batch_parts_of, parts_of, spec
+from models.stacks import DENSE
 from mxjax.numerics.formats import get_format
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
@@ -306,7 +307,8 @@ def parameter_units(config: DecoderConfig, policies: LayerPolicies) -> Params:
 
     def units(name: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
         name = "head" if config.tied and name == "embedding" else name.replace("blocks.", "blocks.*.")
-        own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, name)]
+        layers = name.replace(DENSE, "mlp")
+        own = [p for layer, p in policies.items() if fnmatch.fnmatch(layer, layers)]
         unit = math.lcm(*map(weight_unit, own))
         own_name = name.removeprefix("blocks.*.")
         axes = _own_axes(own_name, x.ndim - (own_name != name))

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +21,17 @@ def largest_values(tree: Any) -> Float32[Array, " layers"]:
     return jnp.concatenate(parts)
 
 
-def layer_names(tree: Any) -> list[str]:
-    """Returns the name of each of `largest_values`, such as blocks.0.mlp.down."""
+def layer_names(tree: Any, numbers: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> list[str]:
+    """Returns the name of each of `largest_values`, such as blocks.0.mlp.down.
+
+    `numbers` are from `models.stacks.block_numbers`.
+    """
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = [str(part.key) for part in path]
         if keys[0] == "blocks":
-            names += [".".join(["blocks", str(i), *keys[1:]]) for i in range(leaf.shape[0])]
+            of_stack = numbers.get(keys[1], range(leaf.shape[0]))
+            names += [".".join(["blocks", str(i), *keys[1:]]) for i in of_stack]
         else:
             names.append(".".join(keys))
     return names

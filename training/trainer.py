@@ -20,6 +20,7 @@ from models.decoder import Params
 from models.documents import Documents
 from models.experts import routing_by_layer
 from models.gemms import linear_layers
+from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
@@ -125,8 +126,9 @@ class Trainer:
         found = by_layer(self._programs.layer_stats(state.params, batch, state.step))
         if self._plan.model.experts is None:
             return found
-        key = jax.random.fold_in(self._key, state.step)
-        return found | routing_by_layer(self._programs.routing(state.params, batch, key))
+        model, key = self._plan.model, jax.random.fold_in(self._key, state.step)
+        routed = block_numbers(model).get("mlp", range(model.n_layers))
+        return found | routing_by_layer(self._programs.routing(state.params, batch, key), routed)
 
     def evaluate(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, float]:
         """Returns the loss over the batches, its perplexity, the number of tokens, and the average's loss."""

@@ -10,7 +10,7 @@ import tyro
 
 from analysis.compare.health import health_of, health_tables
 from analysis.compare.losses import statistics_of, statistics_table
-from analysis.compare.plot import plot
+from analysis.compare.plot import check_format, plot
 from analysis.compare.runs import (
     ComparedRun,
     Group,
@@ -22,9 +22,9 @@ from analysis.compare.runs import (
 from analysis.compare.tokens import lengths_of, token_statistics, token_table
 from training import mlperf
 from training.files import check_parent, make_absolute
+from training.flags.ranges import FINITE, check_ranges
 from training.log.display import text_table
 from training.process.start import output_errors
-from training.ranges import FINITE, check_ranges
 from training.run.record import from_json, read_run_config
 
 
@@ -67,8 +67,11 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     `health_of` says, the settings in which groups differ, and warnings.
 
     Raises:
-      ValueError: a folder holds no run, a run has not been evaluated, or --baseline names no group.
+      ValueError: a folder holds no run, a run has not been evaluated, --baseline names no group, or --plot
+        no image format.
     """
+    for path in arguments.plot:
+        check_format(path)
     configs = [from_json(read_run_config(folder)["config"]) for folder in arguments.runs]
     published = arguments.mlperf or any(config.preset is not None for config in configs)
     targets = (arguments.target, *(config.target_loss for config in configs))

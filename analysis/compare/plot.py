@@ -31,10 +31,9 @@ def plot(
       references: other validation losses, by label.
       target: a loss to mark.
       unit: what the losses are counted by.
-      path: file to write; its suffix names the format.
+      path: file to write; its suffix names the format, see `check_format`.
     Raises:
       MissingExtraError: matplotlib is not installed.
-      ValueError: matplotlib cannot write this kind of file.
     """
     has_sqnr = any(run.sqnr for group in groups for run in group.runs)
     rows = 2 if has_sqnr else 1
@@ -73,6 +72,20 @@ def plot(
     # Below both panels: curves that fall leave no corner of a panel free for certain.
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), **style)
     figure.savefig(path, dpi=150, facecolor="white")
+
+
+def check_format(path: pathlib.Path) -> None:
+    """Checks before anything is computed that a plot can be written.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+      ValueError: the suffix names no format that matplotlib writes.
+    """
+    canvas = require("plot", "--plot", "matplotlib.backend_bases").FigureCanvasBase
+    formats = canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        known = ", ".join(f".{name}" for name in sorted(formats))
+        raise ValueError(f"--plot {path}: {path.suffix or 'no suffix'} is no image format; take {known}")
 
 
 def _styles():

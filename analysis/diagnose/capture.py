@@ -11,7 +11,6 @@ from jaxtyping import Array, Float32, Int32
 
 from models import decoder
 from models.configs import DecoderConfig
-from models.documents import Documents
 from models.gemms import linear_weights
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation, compiler_options
@@ -48,10 +47,14 @@ def make_pass(
     model: DecoderConfig,
     policies: LayerPolicies,
     implementation: Implementation | None,
-    documents: Documents | None = None,
+    **training: Any,
 ) -> Callable[[decoder.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
-    """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies."""
-    loss = _loss(model, policies, implementation, documents)
+    """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies.
+
+    Args:
+      training: what else the training's loss depends on, `documents` and `z_loss` of `decoder.measured_loss`.
+    """
+    loss = _loss(model, policies, implementation, training)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
     def run(params: decoder.Params, batch: Any, key: jax.Array) -> Pass:
@@ -71,10 +74,13 @@ def make_gradients(
     model: DecoderConfig,
     policies: LayerPolicies,
     implementation: Implementation | None,
-    documents: Documents | None = None,
+    **training: Any,
 ) -> jax.stages.Wrapped:
-    """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors."""
-    loss = _loss(model, policies, implementation, documents)
+    """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors.
+
+    Arguments as in `make_pass`.
+    """
+    loss = _loss(model, policies, implementation, training)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(policies.policies, implementation))
     def run(params: decoder.Params, batch: Any, key: jax.Array) -> LossAndGradients:
@@ -88,7 +94,7 @@ def _loss(
     model: DecoderConfig,
     policies: LayerPolicies,
     implementation: Implementation | None,
-    documents: Documents | None,
+    training: Mapping[str, Any],
 ) -> Callable:
     """Returns the mean loss of a batch as a function of the blocks' weights and the slots first."""
 
@@ -96,7 +102,8 @@ def _loss(
         blocks: Any, slots: Mapping[str, Tensors] | None, params: decoder.Params, batch: Any, key: jax.Array
     ) -> Float32[Array, ""]:
         options: dict[str, Any] = {"policies": policies, "key": key, "implementation": implementation}
-        options["documents"] = documents
-        return decoder.mean_loss(model, params | {"blocks": blocks}, batch, slots=slots, **options)
+        return decoder.mean_loss(
+            model, params | {"blocks": blocks}, batch, slots=slots, **options, **training
+        )
 
     return loss

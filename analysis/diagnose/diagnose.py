@@ -20,7 +20,6 @@ from analysis.evaluate import EvalConfig
 from analysis.restore import Restored
 from models import decoder
 from models.configs import DecoderConfig
-from models.documents import Documents
 from models.gemms import linear_weights
 from mxjax.policy import OPERANDS, Gemm
 from mxjax.policy.layers import LayerPolicies
@@ -60,8 +59,9 @@ def diagnose_model(
     restored: Restored, batches: Sequence[Batch], say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Returns the diagnosis of a restored model, the size of what it read, and the versions that ran it."""
-    _, model, params, _, phase, implementation, documents = restored
-    found = diagnose(model, params, phase.layers, implementation, batches, say=say, documents=documents)
+    config, model, params, _, phase, implementation, documents = restored
+    training = {"documents": documents, "z_loss": config.optimizer.z_loss}
+    found = diagnose(model, params, phase.layers, implementation, batches, say=say, **training)
     shape = {"batches": len(batches), "tokens": sum(batch[:, 1:].size for batch in batches)}
     return shape | found | {"versions": facts()}
 
@@ -80,7 +80,7 @@ def diagnose(
     batches: Sequence[Batch],
     variants: Mapping[str, Gemm] = VARIANTS,
     say: Callable[[str], None] = lambda _: None,
-    documents: Documents | None = None,
+    **training: Any,
 ) -> dict[str, Any]:
     """Returns the measures of every linear layer of the blocks, and the split of the gradients' errors.
 
@@ -90,7 +90,7 @@ def diagnose(
       batches: token ids of at least three batches of one shape.
       variants: what to compare Wgrad under.
       say: receives a line on what is measured next.
-      documents: what attention keeps apart; None is whole sequences.
+      training: what else the training's loss depends on; see `make_pass`.
     Returns: "layers" by layer (see `_layer_numbers`), "gradient" (errors of whole gradients) and "wgrad" (by
       variant), these two by "all", by linear layer and by layer; see `analysis.diagnose.split.Split`.
     Raises:
@@ -99,8 +99,8 @@ def diagnose(
     check_batches(batches)
     key = jax.random.key(0)  # random bits differ from batch to batch
     exact_policies = decoder.layer_policies(model, get_policy("bf16"))
-    run = make_pass(model, policies, implementation, documents)
-    run_exact = make_gradients(model, exact_policies, implementation, documents)
+    run = make_pass(model, policies, implementation, **training)
+    run_exact = make_gradients(model, exact_policies, implementation, **training)
     keys = [jax.random.fold_in(key, i) for i in range(len(batches))]
     say(f"passes of {len(batches)} batches under the policy, and their gradients under bf16")
     # To the host, where the passes of all batches have room.

@@ -16,8 +16,8 @@ from analysis.report.read import ReportedRun, read
 from analysis.restore import restore
 from analysis.sample import SampleConfig, generate_text
 from training.files import check_parent, make_absolute, write_atomically
+from training.flags.ranges import COUNT, check_ranges
 from training.process.start import output_errors
-from training.ranges import COUNT, check_ranges
 
 
 @dataclasses.dataclass(frozen=True)

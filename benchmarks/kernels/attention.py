@@ -7,9 +7,10 @@ reference, and runs of ours with each other, before they are timed. "error" is t
 head: the norm of the difference over the sum of the row's norm and the mean norm. First each kernel runs
 alone with all of its candidates, or with `--first` with the one in use, then whole attention with the fastest
 of each; at last masked by documents, whose lengths follow Zipf's law with a mean of 1,000 tokens, and by
-windows of a half and a quarter of the sequence. The rate counts 2 products forward, 5 backward, masked or
-not; a backward kernel alone counts its own, 4 and 3. The ceiling is cuDNN's speed. Prints three tables a
-shape, and JSON as the last line. `--page docs/attention.md` measures nothing; it writes what runs where.
+windows of a half and a quarter of the sequence, with `--peers` beside PyTorch's. The rate counts 2 products
+forward, 5 backward, masked or not; a backward kernel alone counts its own, 4 and 3. The ceiling is cuDNN's
+speed. Prints three tables a shape, and JSON as the last line. `--page docs/attention.md` measures nothing; it
+writes what runs where.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels import peers
 from models.attention import kernel_on
 from models.documents import first_keys
 from mxjax.kernels.attention import aiter, launches
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=__doc__)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, metavar="BxSxNxGxH")
     parser.add_argument("--first", action="store_true", help="only the blocks that the library uses")
+    parser.add_argument("--peers", action="store_true", help="also PyTorch's flex_attention and SDPA")
     parser.add_argument("--page", type=pathlib.Path, help="write what runs where into this page, and end")
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fastest = fastest_blocks(records)
         if fastest is not None:
             time_cases(report, f"{title}: attention", "FLOP", whole_cases(shape, fastest))
-            time_cases(report, f"{title}: masked", "FLOP", masked_cases(shape, fastest))
+            time_cases(report, f"{title}: masked", "FLOP", masked_cases(shape, fastest, options.peers))
     report.print()
 
 
@@ -156,8 +159,8 @@ def whole_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
         yield _case(f"{which}, mxjax, fastest blocks", shape, which, run, fields)
 
 
-def masked_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
-    """Yields attention by our kernels without a mask and with each, and by cuDNN with each window."""
+def masked_cases(shape: Shape, fastest: Kernels, with_peers: bool = False) -> Iterator[Case]:
+    """Yields attention by our kernels without a mask and with each, by cuDNN with windows, and PyTorch's."""
     for mask in (None, "documents", shape.s // 2, shape.s // 4):
         for which in ("forward", "forward and backward"):
             name = f"window {mask}" if isinstance(mask, int) else mask or "causal"
@@ -172,6 +175,9 @@ def masked_cases(shape: Shape, fastest: Kernels) -> Iterator[Case]:
                 )
                 run = functools.partial(_by_gradient, which, attend)
                 yield _case(f"{which}, {name}, cudnn", shape, which, run, {"by": "cudnn", "mask": mask})
+            for by, make in peers.attentions(mask is not None).items() if with_peers else ():
+                case = _case(f"{which}, {name}, {by}", shape, which, run, {"by": by, "mask": mask})
+                yield case._replace(check=functools.partial(_check_peer, shape, which, mask, make))
 
 
 def draw_mask(shape: Shape, mask: str | int | None) -> jax.Array | None:
@@ -211,6 +217,17 @@ def _check(shape: Shape, which: str, by: str, mask: str | int | None, run: Calla
         for name, a, b in zip(RESULTS[which], run(*tensors), results, strict=True):
             assert bool(jnp.all(a == b)), f"another run gives other bits of {name}"
     return Checked(functools.partial(run, *tensors), error)
+
+
+def _check_peer(shape: Shape, which: str, mask: str | int | None, make: Callable[..., Checked]) -> Checked:
+    tensors, wanted = _tensors(shape, mask)
+    checked = make(tensors[:4], tensors[6], which != "forward")
+    results: Any = checked.run()
+    results = [jnp.asarray(x.detach().float().cpu().numpy()) for x in results]
+    pairs = zip(RESULTS[which], results, strict=True)
+    error = max(float(_distance(got, wanted[name])) for name, got in pairs)
+    assert error < 5 * LARGEST_ERROR, f"differs from the float32 reference by {error:.2g}"
+    return checked._replace(error=error)
 
 
 def _one_kernel(which: str, blocks: Blocks, q, k, v, dout, lse, delta, _) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Other libraries' casts to MXFP4 and quantized linear layers, to compare with.
+"""Other libraries' casts to MXFP4, quantized linear layers and attention, to compare with.
 
 Each has a name and a function that makes it, which raises if a package is missing or cannot run here.
 torchao's Triton and CUDA casts write MXFP8 and need sm_100; its MXFP4 cast uses PyTorch operations.
@@ -70,6 +70,56 @@ def _to_torch(x: jax.Array):
     else:
         tensor = torch.from_numpy(array)
     return tensor.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def attentions(is_masked: bool) -> dict[str, Callable[..., Checked]]:
+    """Returns PyTorch's attention by name: each takes q, k, v and dout, `first_key`, and whether to derive.
+
+    The result of a run is a tuple of the output [B, S, N, H] and the gradients of q, k and v. FlashAttention,
+    which `scaled_dot_product_attention` runs, has no other mask than the causal one.
+    """
+    flex = {"flex_attention, torch.compile": functools.partial(_torch_attention, _flex_attention)}
+    return flex if is_masked else flex | {"SDPA, FlashAttention": functools.partial(_torch_attention, _sdpa)}
+
+
+def _torch_attention(make, tensors, first_key, with_gradients: bool) -> Checked:
+    import torch
+
+    q, k, v, dout = (_to_torch(x).transpose(1, 2).contiguous() for x in tensors)
+    attend = make(q, None if first_key is None else _to_torch(first_key))
+    for x in (q, k, v):
+        x.requires_grad_(with_gradients)
+
+    def run():
+        out = attend(q, k, v)
+        gradients = torch.autograd.grad(out, (q, k, v), dout) if with_gradients else ()
+        return tuple(x.transpose(1, 2) for x in (out, *gradients))
+
+    return Checked(run, wait=lambda _: torch.cuda.synchronize())
+
+
+def _sdpa(q, _):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend(q, k, v):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return attend
+
+
+def _flex_attention(q, first_key):
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    def seen(b, h, query, key):
+        return (key <= query) & (True if first_key is None else first_key[b, query] <= key)
+
+    batch = None if first_key is None else q.shape[0]
+    blocks = flex.create_block_mask(seen, batch, None, q.shape[2], q.shape[2], device=q.device)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return functools.partial(compiled, block_mask=blocks, enable_gqa=True)
 
 
 def _torchao(x: jax.Array, axis: int, compiled: bool) -> Checked:

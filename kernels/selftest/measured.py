@@ -10,7 +10,6 @@ import argparse
 import importlib.metadata
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mxjax.kernels.selftest.timing import Timing, measure
+from mxjax.runtime.checkout import commit
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.tables import table
 
@@ -88,7 +88,7 @@ class Report:
             "kernels": " ".join(current_target() or ["none: the definitions run"]),
             "jax": jax.__version__,
             "packages": versions(),
-            "commit": options.commit or commit(),
+            "commit": options.commit or commit() or "unknown",
             "command": shlex.join(["python", "-m", module, *given]),
             "records": [],
         }
@@ -198,15 +198,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
-
-
-def commit() -> str:
-    """Returns the commit of the code from git, "unknown" outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return result.stdout.strip()

@@ -15,6 +15,7 @@ import numpy as np
 
 from models import decoder
 from models.configs import DecoderConfig
+from models.stacks import DENSE, block_numbers, part
 
 
 class Architecture(NamedTuple):
@@ -29,6 +30,7 @@ class Architecture(NamedTuple):
     fields: Mapping[str, Any]
 
 
+_NO_ROPE = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _WINDOWS = _WINDOW | {"max_window_layers": 28, "layer_types": None}
 _ROUTER = {"router_aux_loss_coef": 0.001, "router_z_loss_coef": None}
@@ -41,6 +43,17 @@ ARCHITECTURES: Mapping[str, Architecture] = types.MappingProxyType(
         "llama": Architecture("LlamaForCausalLM", {"attention_bias": False}),
         "qwen2": Architecture("Qwen2ForCausalLM", _WINDOWS),
         "qwen3": Architecture("Qwen3ForCausalLM", _WINDOWS | {"attention_bias": False, "head_dim": 128}),
+        "smollm3": Architecture(
+            "SmolLM3ForCausalLM",
+            _NO_ROPE
+            | {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+            | {
+                "attention_bias": False,
+                "num_key_value_heads": 4,
+                "rope_theta": 2e6,
+                "tie_word_embeddings": True,
+            },
+        ),
         "mistral": Architecture("MistralForCausalLM", {"sliding_window": 4096, "num_key_value_heads": 8}),
         "mixtral": Architecture(
             "MixtralForCausalLM",
@@ -52,6 +65,7 @@ ARCHITECTURES: Mapping[str, Architecture] = types.MappingProxyType(
             _WINDOW
             | _QWEN3_MOE
             | {"norm_topk_prob": False, "num_local_experts": None, "attention_bias": False}
+            | {"mlp_only_layers": (), "decoder_sparse_step": 1, "intermediate_size": 6144}
             | {"num_key_value_heads": 4},
         ),
         "gpt_oss": Architecture(
@@ -71,6 +85,8 @@ def model_type(config: DecoderConfig) -> str:
     """Returns the architecture that a decoder is exported as; `write_config` checks that it has all parts."""
     if (e := config.experts) is not None:
         return "gpt_oss" if e.biased else "qwen3_moe" if config.qk_norm else "mixtral"
+    if config.rope_layers:
+        return "smollm3"
     if config.qk_norm:
         return "qwen3"
     if config.qkv_bias and not config.out_bias:
@@ -84,13 +100,14 @@ def views(config: DecoderConfig, params: decoder.Params) -> dict[str, np.ndarray
     Reshaped to `shape_of` a view is Hugging Face's tensor. Assigning to the view writes into `params`.
     """
     c, blocks = config, params["blocks"]
-    mlp = _MLPS.get(model_type(c), _dense_views)
     found = {"model.embed_tokens.weight": params["embedding"]}
     for i in range(c.n_layers):
-        layer = _attention_views(c, _of_layer(blocks["attention"], i)) | mlp(c, _of_layer(blocks["mlp"], i))
+        kind, block = c.block(i), _first(part(c, blocks, i, i + 1))
+        mlp = _dense_views if kind.experts is None else _EXPERTS[model_type(kind)]
+        layer = _attention_views(c, block["attention"]) | mlp(kind, block["mlp"])
         layer |= {
-            "input_layernorm.weight": blocks["attention_norm"]["scale"][i],
-            "post_attention_layernorm.weight": blocks["mlp_norm"]["scale"][i],
+            "input_layernorm.weight": block["attention_norm"]["scale"],
+            "post_attention_layernorm.weight": block["mlp_norm"]["scale"],
         }
         found |= {f"model.layers.{i}.{name}": view for name, view in layer.items()}
     found["model.norm.weight"] = params["norm"]["scale"]
@@ -117,23 +134,27 @@ def shape_of(name: str, view: np.ndarray) -> tuple[int, ...]:
 def largest_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of tensors which have all sizes of a decoder, for a check before it is allocated."""
     c, layer = config, "model.layers.0"
+    e, numbers = c.experts, block_numbers(config)
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (c.vocab_size, c.d_model),
         f"{layer}.self_attn.q_proj.weight": (c.n_heads * c.head_dim, c.d_model),
         f"{layer}.self_attn.k_proj.weight": (c.n_kv_heads * c.head_dim, c.d_model),
     }
-    if (e := c.experts) is None:
+    if e is None:
         return found | {f"{layer}.mlp.gate_proj.weight": (c.d_ff, c.d_model)}
+    if numbers:
+        dense, layer = (f"model.layers.{numbers[module][0]}" for module in (DENSE, "mlp"))
+        found[f"{dense}.mlp.gate_proj.weight"] = max(c.dense_d_ff), c.d_model
     if e.biased:
         return found | {f"{layer}.mlp.experts.gate_up_proj_bias": (e.n, 2 * c.d_ff)}
     name = "mlp.experts.{}.gate_proj" if c.qk_norm else "block_sparse_moe.experts.{}.w1"
     return found | {f"{layer}.{name.format(e.n - 1)}.weight": (c.d_ff, c.d_model)}
 
 
-def _of_layer(stacked: Mapping, i: int) -> dict:
-    """Returns the i-th part of nested dicts of stacked arrays, without absent ones."""
+def _first(stacked: Mapping) -> dict:
+    """Returns the first entries in nested dicts of stacked arrays, without absent ones."""
     return {
-        name: _of_layer(value, i) if isinstance(value, Mapping) else value[i]
+        name: _first(value) if isinstance(value, Mapping) else value[0]
         for name, value in stacked.items()
         if value is not None
     }
@@ -199,7 +220,7 @@ def _gpt_oss_views(c: DecoderConfig, mlp: Mapping) -> dict[str, np.ndarray]:
     }
 
 
-_MLPS: Mapping[str, Callable[..., dict[str, np.ndarray]]] = types.MappingProxyType(
+_EXPERTS: Mapping[str, Callable[..., dict[str, np.ndarray]]] = types.MappingProxyType(
     {
         "mixtral": _views_of_each("block_sparse_moe", ("w1", "w3", "w2")),
         "qwen3_moe": _views_of_each("mlp", ("gate_proj", "up_proj", "down_proj")),

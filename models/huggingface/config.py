@@ -15,6 +15,8 @@ from typing import Any
 
 from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig, RopeScaling, Yarn
 from models.huggingface.architectures import ARCHITECTURES, model_type
+from models.huggingface.by_layer import read_dense, read_rope_layers, read_windows, window_fields
+from models.huggingface.fields import coefficient, positive, size, switch, unsupported
 
 _log = logging.getLogger(__name__)
 
@@ -86,8 +88,6 @@ _WITHOUT_EFFECT = (
     *("output_router_logits", "experts_per_token"),
 )
 """Fields of labels, generation, dropout and files, or twice there: they do not change a model's logits."""
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_MOST_LAYERS = 10_000  # beyond them no layers are listed: the sizes are refused later
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -117,8 +117,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"config.json: tie_word_embeddings must be true or false, got {short(tied)}")
     read_context(raw)  # the model does not use it
     theta, scaling, yarn = _read_rope(raw)
-    heads, width = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
-    if heads % (groups := _size(raw, "num_key_value_heads", heads)):
+    heads, width = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    if heads % (groups := size(raw, "num_key_value_heads", heads)):
         raise ValueError(
             f"config.json: num_attention_heads {heads} is no multiple of {groups} key/value heads"
         )
@@ -126,52 +126,37 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(
             f"config.json: hidden_size {width} is no multiple of num_attention_heads {heads}; add head_dim"
         )
-    if (head_dim := _size(raw, "head_dim", width // heads)) % 2:
+    if (head_dim := size(raw, "head_dim", width // heads)) % 2:
         raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embeddings")
-    layers, bias = _size(raw, "num_hidden_layers"), _switch(raw, "attention_bias")
+    layers, bias = size(raw, "num_hidden_layers"), switch(raw, "attention_bias")
+    rope_layers = read_rope_layers(raw, kind, layers)
     return DecoderConfig(
-        vocab_size=_size(raw, "vocab_size"),
+        vocab_size=size(raw, "vocab_size"),
         d_model=width,
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=head_dim,
-        d_ff=_size(raw, "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        d_ff=size(raw, "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         yarn=yarn,
-        norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
-        init_std=_positive(raw, "initializer_range", 0.02),
+        norm_eps=positive(raw, "rms_norm_eps", 1e-6),
+        init_std=positive(raw, "initializer_range", 0.02),
         tied=tied,
         qkv_bias=bias or kind == "qwen2",
         out_bias=bias,
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         sinks=kind == "gpt_oss",
-        windows=_read_windows(raw, kind, layers),
+        windows=read_windows(raw, kind, layers, rope_layers),
         experts=_read_experts(raw, kind),
+        dense_d_ff=read_dense(raw, kind, layers),
+        rope_layers=rope_layers,
     )
 
 
 _NULLS = ("sliding_window", "rms_norm_eps", "quantization_config")
 """Fields whose null is not the default."""
-
-
-def _read_windows(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ...]:
-    """Returns the window of each layer, 0 without one; empty if no layer has one."""
-    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", "sliding_window" in raw):
-        return ()
-    window, types = _size(raw, "sliding_window"), raw.get("layer_types")
-    if types is None:
-        first = _size(raw, "max_window_layers") if "max_window_layers" in raw else 0
-        slides = [i >= first if kind != "gpt_oss" else i % 2 == 0 for i in range(min(layers, _MOST_LAYERS))]
-        slides += [False] * (layers - len(slides))
-    else:
-        if not isinstance(types, list) or not set(map(str, types)) <= set(_LAYER_TYPES):
-            raise _unsupported("layer_types", types, f"only {' and '.join(_LAYER_TYPES)} are supported")
-        if len(types) != layers:
-            raise ValueError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-        slides = [name == _LAYER_TYPES[1] for name in types]
-    return tuple(window if slide else 0 for slide in slides) if any(slides) else ()
 
 
 def _read_experts(raw: Mapping[str, Any], kind: str) -> ExpertsConfig | None:
@@ -181,37 +166,25 @@ def _read_experts(raw: Mapping[str, Any], kind: str) -> ExpertsConfig | None:
     name = (
         "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
     )  # as version 5 writes
-    experts, active = _size(raw, name), _size(raw, "num_experts_per_tok")
+    experts, active = size(raw, name), size(raw, "num_experts_per_tok")
     if active > experts:
         raise ValueError(f"config.json: num_experts_per_tok is {active} of {experts} experts")
-    alpha, limit = (_positive(raw, f"swiglu_{n}", 1.0) for n in ("alpha", "limit"))
+    alpha, limit = (positive(raw, f"swiglu_{n}", 1.0) for n in ("alpha", "limit"))
     return ExpertsConfig(
         n=experts,
         active=active,
-        renormalized=_switch(raw, "norm_topk_prob") if kind == "qwen3_moe" else True,
+        renormalized=switch(raw, "norm_topk_prob") if kind == "qwen3_moe" else True,
         biased=kind == "gpt_oss",
         clamped=ClampedSwiGLU(alpha, limit) if kind == "gpt_oss" else None,
-        balance_loss=_coefficient(raw, "router_aux_loss_coef"),
-        z_loss=_coefficient(raw, "router_z_loss_coef"),
+        balance_loss=coefficient(raw, "router_aux_loss_coef"),
+        z_loss=coefficient(raw, "router_z_loss_coef"),
     )
-
-
-def _switch(raw: Mapping[str, Any], name: str) -> bool:
-    """Returns a switch, which is off by default."""
-    if not isinstance(value := raw.get(name, False), bool):
-        raise ValueError(f"config.json: {name} must be true or false, got {short(value)}")
-    return value
-
-
-def _coefficient(raw: Mapping[str, Any], name: str) -> float | None:
-    """Returns the coefficient of a loss; None for zero."""
-    return None if raw.get(name) in (None, 0) else _positive(raw, name)
 
 
 def read_context(raw: Mapping[str, Any]) -> int | None:
     """Returns the longest sequence that a config.json names, if it does; raises ValueError for no length."""
     name = "max_position_embeddings"
-    return None if raw.get(name) is None else _size(raw, name)
+    return None if raw.get(name) is None else size(raw, name)
 
 
 def _check_features(raw: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -225,47 +198,21 @@ def _check_features(raw: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         read.add("quantization_config")
     for name, only in _ONLY.items():
         if name not in read and raw.get(name) not in (None, only):
-            raise _unsupported(name, raw[name], f"only {only!r} is supported")
+            raise unsupported(name, raw[name], f"only {only!r} is supported")
     for name, only in _PER_LAYER.items():
         layers = raw.get(name) or []
         if name not in read and (not isinstance(layers, list) or any(layer != only for layer in layers)):
-            raise _unsupported(name, layers, f"only {only!r} in every layer is supported")
+            raise unsupported(name, layers, f"only {only!r} in every layer is supported")
     unused = ("sliding_window", "sliding_window_pattern") if raw.get("use_sliding_window") is False else ()
     for name in _OF_OTHERS:
         if raw.get(name) and name not in (*unused, *read):
-            raise _unsupported(name, raw[name], "it is not supported")
+            raise unsupported(name, raw[name], "it is not supported")
     known = {*_ONLY, *_PER_LAYER, *_OF_OTHERS, *_READ, *_WITHOUT_EFFECT, *own}
     if unknown := sorted(n for n in raw if raw[n] and n not in known and not n.startswith("_")):
         _log.warning(
             "config.json: %s: unknown fields, ignored; check that the model needs none",
             short(unknown),
         )
-
-
-def _unsupported(name: str, value: object, why: str) -> ValueError:
-    return ValueError(
-        f"config.json: {name} is {short(value)}, and {why}; "
-        "remove it if the model was trained without it, else it cannot be imported"
-    )
-
-
-def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Returns a positive integer; null is the default if there is one."""
-    value = raw.get(name)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"config.json: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ValueError(f"config.json: {name} must be a positive integer below 2**31, got {short(value)}")
-    return value
-
-
-def _positive(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Returns a positive number that float32 holds, and so does its square."""
-    value = raw.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 1e-19 < value < 1e19:
-        raise ValueError(f"config.json: {name} must be a positive number, got {short(value)}")
-    return float(value)
 
 
 def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
@@ -302,7 +249,9 @@ def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    raw |= _window_fields(config, kind) | _expert_fields(config, kind)
+    raw |= window_fields(config, kind) | _expert_fields(config, kind)
+    if kind == "smollm3":
+        raw["no_rope_layers"] = list(config.rope_layers)
     if read_config(raw) != config:
         raise ValueError(
             f"transformers has no architecture with all parts of this model; {kind}, the closest, lacks some"
@@ -321,17 +270,6 @@ def _rope_fields(config: DecoderConfig) -> dict[str, Any] | None:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _window_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """Returns the fields of sliding windows that the architecture has."""
-    own, windows = ARCHITECTURES[kind].fields, config.windows
-    found: dict[str, Any] = {"sliding_window": max(windows, default=0) or None}
-    if "layer_types" in own:
-        found["layer_types"] = [_LAYER_TYPES[bool(w)] for w in windows or (0,) * config.n_layers]
-    if "use_sliding_window" in own:
-        found["use_sliding_window"] = bool(windows)
-    return found if "sliding_window" in own else {}
-
-
 def _expert_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
     """Returns the fields of the experts."""
     if (e := config.experts) is None:
@@ -343,6 +281,9 @@ def _expert_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
         found["router_z_loss_coef"] = e.z_loss  # transformers ignores it
     if kind == "qwen3_moe":
         found |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": e.renormalized}
+    if config.dense_d_ff:
+        found["intermediate_size"] = max(config.dense_d_ff)
+        found["mlp_only_layers"] = [i for i, width in enumerate(config.dense_d_ff) if width]
     if e.clamped is not None:
         found |= {"swiglu_alpha": e.clamped.alpha, "swiglu_limit": e.clamped.limit}
     return found
@@ -360,7 +301,7 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, Yarn 
             "config.json: rope_parameters and rope_scaling differ; remove the one that is not the model's"
         )
     rope = rope or older
-    theta = _positive(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
+    theta = positive(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3", "yarn"):
         raise ValueError(
@@ -377,15 +318,15 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, Yarn 
         return theta, None, None
     if missing := set(needed) - given:
         raise ValueError(f"config.json: rope type {kind!r} lacks {', '.join(sorted(missing))}")
-    values: dict[str, Any] = {ours: _positive(rope, name) for name, ours in needed.items()}
-    values["original_context"] = _size(rope, "original_max_position_embeddings")
+    values: dict[str, Any] = {ours: positive(rope, name) for name, ours in needed.items()}
+    values["original_context"] = size(rope, "original_max_position_embeddings")
     if raw.get("original_max_position_embeddings") not in (None, values["original_context"]):
         raise ValueError(
             "config.json: original_max_position_embeddings differs from that of the rope scaling"
         )
     if kind == "yarn":
-        values |= {name: _positive(rope, name) for name in optional & given if name != "truncate"}
-        return theta, None, Yarn(**values, truncate=_switch({"truncate": True} | rope, "truncate"))
+        values |= {name: positive(rope, name) for name in optional & given if name != "truncate"}
+        return theta, None, Yarn(**values, truncate=switch({"truncate": True} | rope, "truncate"))
     if not values["low_freq_factor"] < values["high_freq_factor"]:
         raise ValueError("config.json: low_freq_factor must be less than high_freq_factor")
     return theta, RopeScaling(**values), None

@@ -103,6 +103,7 @@ def _kind(config: DecoderConfig) -> str:
         "biases": config.qkv_bias or config.out_bias,
         "YaRN": config.yarn,
         "windows": config.windows,
+        "blocks without experts": config.dense_d_ff,
         "routers whose weights are not renormalized": e is not None and not e.renormalized,
         "Llama 3's rope scaling in Qwen3": found == "qwen3moe" and config.rope_scaling,
     }

@@ -5,10 +5,10 @@ of several rows, or longer than the format's, repeat their scale. One layer is q
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ import mxjax
 from models import decoder
 from models.configs import DecoderConfig
 from models.huggingface.architectures import model_type, shape_of, views
+from models.stacks import part
 from mxjax import Gemm, Operand
 from mxjax.numerics.blocks import spread
 from mxjax.numerics.formats import get_format
@@ -169,11 +170,12 @@ def _other_layer(name: str) -> str:
 
 def names_of(config: DecoderConfig, layers: Iterable[str]) -> list[str]:
     """Returns Hugging Face's names of the matrices in our layers, without `.weight`."""
-    found, matrices = [], _matrices(config)
+    found, matrices = [], functools.cache(_matrices)
     for name in layers:
         _, _, rest = name.partition("blocks.")
         block, _, layer = rest.partition(".")
-        found += [f"model.layers.{block}.{matrix}" for matrix in matrices[layer]] if rest else ["lm_head"]
+        own = matrices(config.block(int(block)))[layer] if rest else ()
+        found += [f"model.layers.{block}.{matrix}" for matrix in own] if rest else ["lm_head"]
     return found
 
 
@@ -182,10 +184,14 @@ def names_of_others(config: DecoderConfig, operands: Mapping[str, Operand]) -> l
     blocks = range(config.n_layers)
     if model_type(config) == "gpt_oss":
         return [f"model.layers.{i}.mlp.experts" for i in blocks if f"blocks.{i}.mlp.down" not in operands]
-    matrices = [matrix for found in _matrices(config).values() for matrix in found]
-    matrices += [f"{_EXPERTS[model_type(config)][0]}.gate"] if config.experts else []
+
+    @functools.cache
+    def matrices(kind: DecoderConfig) -> list[str]:
+        gate = [f"{_EXPERTS[model_type(kind)][0]}.gate"] if kind.experts else []
+        return [matrix for found in _matrices(kind).values() for matrix in found] + gate
+
     packed = set(names_of(config, operands))
-    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices]
+    every = [f"model.layers.{i}.{matrix}" for i in blocks for matrix in matrices(config.block(i))]
     return [name for name in (*every, "lm_head") if name not in packed]
 
 
@@ -197,19 +203,19 @@ def quantized_weights(
     Raises:
       ValueError: a matrix has an input that is no multiple of the block, or holds NaN or infinity.
     """
-    one = dataclasses.replace(config, n_layers=1, windows=config.windows[:1])
     for i in range(config.n_layers):
-        block = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], params["blocks"])
+        one = dataclasses.replace(config.block(i), n_layers=1, windows=config.windows[:1], rope_layers=())
+        block, matrices = part(config, params["blocks"], i, i + 1), _matrices(one)
         parts = {}
-        for layer in _matrices(config):
+        for layer in matrices:
             if operand := operands.get(f"blocks.{i}.{layer}"):
                 module, matrix = layer.split(".")
                 parts[layer] = _quantize(f"blocks.{i}.{layer}", block[module][matrix][0], operand)
         codes, scales = (
-            views(one, dict(params) | {"blocks": _with_weights(block, parts, part)}) for part in (0, 1)
+            views(one, dict(params) | {"blocks": _with_weights(block, parts, which)}) for which in (0, 1)
         )
         for layer, (_, _, divisor) in parts.items():
-            for matrix in _matrices(config)[layer]:
+            for matrix in matrices[layer]:
                 view = f"model.layers.0.{matrix}{'.weight' * (model_type(config) != 'gpt_oss')}"
                 yield f"model.layers.{i}.{matrix}", _weight(view, codes[view], scales[view], divisor)
     if operand := operands.get("head"):
@@ -225,12 +231,12 @@ def _weight(name: str, codes: np.ndarray, scales: np.ndarray, divisor: np.float3
     return QuantizedWeight(codes, scales[..., ::block], divisor)
 
 
-def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], part: int) -> dict[str, Any]:
+def _with_weights(block: Mapping[str, Any], parts: Mapping[str, Any], which: int) -> dict[str, Any]:
     """Returns the parameters of one block with parts of its quantized weights in place of the weights."""
     found = {module: dict(matrices) for module, matrices in block.items()}
     for name, values in parts.items():
         module, matrix = name.split(".")
-        found[module][matrix] = values[part][None]
+        found[module][matrix] = values[which][None]
     return found
 
 

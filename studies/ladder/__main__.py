@@ -28,8 +28,8 @@ from studies.ladder import train as runner
 from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
 from training.files import absolute_path
+from training.flags.ranges import at_most, check_ranges
 from training.process.environment import enable_compilation_cache, input_errors
-from training.ranges import at_most, check_ranges
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
 
     Args:
       study: name in `studies.ladder.studies.STUDIES`, or several joined by commas, in that order; or a file
-        of cells, NAME.json, whose table is printed at the end, see `studies.ladder.own`.
+        of cells, NAME.json, as docs/study.md describes, whose table is printed at the end.
       out: folder of the runs' JSON files; other studies may share it.
       data: prefix of the tokenized dataset to train on, as `python -m training.tokenize` writes it.
       eval_data: prefix of the dataset to evaluate on; default, likewise.

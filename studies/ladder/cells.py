@@ -22,7 +22,7 @@ from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from studies.ladder.kinds import BESIDE, KINDS
 from training.config import parse_rules
-from training.policy_source import load_policy
+from training.flags.policy_source import load_policy
 
 Bits = Literal["fresh", "frozen", "third"]
 
@@ -127,6 +127,8 @@ _HARD = {
     "outliers": {"outlier_channels": 8},
 }
 
+MUON_RATES = ("1.5e-3", "3e-3", "6e-3", "1.2e-2")
+"""Peak learning rates of Muon, around AdamW's: its updates have the same root mean square."""
 FRESH = "fresh-60m"
 """The protocol `tuned-60m` under another name, for seeds that no claim of the first part has seen."""
 _FRESH = {
@@ -138,6 +140,9 @@ _FRESH = {
     "-bf16": {"bfloat16_gradients": True},
     "-lr2e-3": {"lr": 2e-3},
     "-lr4e-3": {"lr": 4e-3},
+    "-moments": {"moments": "bfloat16"},
+    "-states": {"moments": "bfloat16", "master": "bfloat16"},
+    **{f"-muon-lr{rate}": {"optimizer": "muon", "lr": float(rate)} for rate in MUON_RATES},
 }
 
 
@@ -161,6 +166,7 @@ def _protocols() -> dict[str, Protocol]:
     found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
     for name, changes in _FRESH.items():
         found[f"{FRESH}{name}"] = dataclasses.replace(tuned, **changes)
+    found["moe-100m"] = tuned  # not tuned again: the products of a token are those of 60m
     found["tiny"] = Protocol(lr=4e-3, steps=60, warmup=10, batch=8, seq=64, evaluations=3)
     found["constant-60m"] = _constant(dataclasses.replace(tuned, lr=RATES["60m-constant"]))
     return found

@@ -1,14 +1,18 @@
-"""The study's plot from its finished runs. The same runs give the same file."""
+"""The study's figures from its finished runs. The same runs give the same file."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.statistics import differences, t_interval
-from studies.ladder.cells import MAIN_PROTOCOLS, WGRAD_ONLY
+from analysis.statistics import Estimate, differences, t_interval
+from studies.ladder import beside_paper, curves
+from studies.ladder.cells import FRESH, MAIN_PROTOCOLS, WGRAD_ONLY
+from studies.ladder.kinds import ARRANGED
 from studies.ladder.results import CellResult, by_group
 from studies.ladder.studies import REMEDIES
+from studies.ladder.tables import GROUPS
 
 _FEW = 3
 """Of fewer seeds the values are drawn instead of their interval, which would be wider than all others."""
@@ -18,11 +22,57 @@ _REMEDIES = {
     "wgrad_sr": "stochastic rounding",
     "wgrad_rht": "redrawn signs",
 }
+_MARKERS = ("o", "s", "D", "^", "v", "P")
+_SHADES = ("black", "#2f6db3", "#c0504d", "#7f7f7f", "#e0a030", "#5a9e6f")
+"""Of different brightness, for print in grey."""
+_GRID = {"color": "#dddddd", "linewidth": 0.6}
+_ARRANGEMENTS = {
+    "": "tokens in order",
+    "+anew": "permuted anew each step",
+    "+once": "permuted once",
+    "+means32": "means of 32 split off",
+}
+_KINDS = {
+    "wgrad": "none",
+    "wgrad_hadamard": "H16",
+    "wgrad_fixed": "fixed signs",
+    "wgrad_rht": "redrawn signs",
+}
+
+
+def costs(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws the final losses beyond fp8's, and beside them those of the paper's Llama 3.1 8B in nats."""
+    names = list(beside_paper.PAPER)
+    groups = [group for group in GROUPS if group[0] != "350m"]  # two seeds say nothing on this scale
+    figure = Figure(figsize=(7, 1.3 + 0.62 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for y, (policy, tokens) in enumerate(beside_paper.PAPER.values()):
+        if tokens is not None:
+            low, high = beside_paper.in_nats(tokens)
+            label = "the paper, in nats" if y == 0 else None
+            axes.barh(y, high - low, 0.8, low, color="#c9d6e8", label=label)
+        for i, group in enumerate(groups):
+            found = beside_paper.beyond(cells, policy, group)
+            at = y + 0.14 * (i - (len(groups) - 1) / 2)
+            _interval(axes, found, at, _MARKERS[i], _SHADES[i], GROUPS[group] if y == 2 else None)
+    labels = [
+        name if of[1] else f"{name}\n(paper: does not converge)" for name, of in beside_paper.PAPER.items()
+    ]
+    axes.set_yticks(range(len(names)), labels)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.axvline(0, color="#7f7f7f", linewidth=0.8)
+    axes.grid(axis="x", **_GRID)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("final loss minus fp8's, in nats; 95 % intervals")
+    _legend(figure, 3)
+    return figure
 
 
 def remedies(cells: Mapping[str, CellResult]) -> Figure:
     """Draws what each remedy of Wgrad changes beside Wgrad without one, wherever both have run."""
-    groups = {name: group for name, group in by_group(dict(cells)).items() if name[1] in MAIN_PROTOCOLS}
+    groups = {
+        name: group for name, group in by_group(dict(cells)).items() if name[1] in (*MAIN_PROTOCOLS, FRESH)
+    }
     shown = [
         (f"{_named_alone(base)}, {protocol}", base, {cell.label: cell for cell in group})
         for (_, protocol), group in groups.items()
@@ -38,11 +88,101 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
         for y, (_, base, others) in enumerate(shown):
             _draw(axes, y, _changes(base, others, remedy))
         axes.set_title(_REMEDIES[remedy], loc="left", fontsize="medium")
-        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.grid(axis="x", **_GRID)
     panels[0].set_yticks(range(len(shown)), [name for name, *_ in shown])
     panels[0].set_ylim(max(len(shown), 1) - 0.5, -0.5)
     figure.supxlabel(f"loss minus that without the remedy, in nats; {_INTERVALS}", fontsize="medium")
     return figure
+
+
+def mechanism(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws what rotations change by the order of the tokens, against no rotation of tokens in order."""
+    base = cells.get(f"wgrad.floor.60m.{FRESH}")
+    figure = Figure(figsize=(7, 1.2 + 0.72 * len(_ARRANGEMENTS)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="#7f7f7f", linewidth=0.8)
+    for y, arrangement in enumerate(_ARRANGEMENTS):
+        for i, kind in enumerate(ARRANGED):
+            cell = cells.get(f"{kind}{arrangement}.floor.60m.{FRESH}")
+            if cell is None or base is None or cell is base:
+                continue
+            found = t_interval(differences(cell.losses, base.losses))
+            label = _KINDS[kind] if y == (1 if kind == "wgrad" else 0) else None
+            _interval(axes, found, y + 0.17 * (i - 1.5), _MARKERS[i], _SHADES[i], label)
+    axes.set_yticks(range(len(_ARRANGEMENTS)), list(_ARRANGEMENTS.values()))
+    axes.set_ylim(len(_ARRANGEMENTS) - 0.5, -0.5)
+    axes.grid(axis="x", **_GRID)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("loss minus that without a rotation, tokens in order, in nats; 95 % intervals")
+    _legend(figure, 4)
+    return figure
+
+
+def along(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws what remedies of Wgrad change in the course of a run, against the tokens so far."""
+    groups = [group for group in GROUPS if group[0] != "350m"]
+    figure = Figure(figsize=(7, 5.2), layout="constrained")
+    panels = list(figure.subplots(2, math.ceil(len(groups) / 2), sharey=True).flat)
+    texts = list(curves.CHANGES)[1:]
+    for axes, group in zip(panels, groups, strict=False):
+        for i, text in enumerate(texts):
+            found = curves.change_along(cells, group, text)
+            x = [
+                tokens / 1e6 for tokens in found if tokens >= 3e6
+            ]  # before, differences are ten times as large
+            shown = [e for tokens, e in found.items() if tokens >= 3e6]
+            label = text.removesuffix(" minus none") if group == groups[0] else None
+            axes.plot(
+                x, [e.mean for e in shown], color=_SHADES[i], label=label, linestyle=("-", "--", ":")[i]
+            )
+            if i == 0:
+                axes.fill_between(x, [e.low for e in shown], [e.high for e in shown], color="#dddddd")
+        axes.axhline(0, color="#7f7f7f", linewidth=0.8)
+        axes.set_title(GROUPS[group], loc="left", fontsize="medium")
+        axes.set_ylim(-0.12, 0.04)
+    for axes in panels[len(groups) :]:
+        axes.set_visible(False)
+    figure.supxlabel("million tokens", fontsize="medium")
+    figure.supylabel("loss minus that without the remedy, in nats", fontsize="medium")
+    _legend(figure, 3)
+    return figure
+
+
+def missed(cells: Mapping[str, CellResult]) -> Figure:
+    """Draws the share of runs that never reach a loss that fp8 reaches before its end."""
+    policies = ("fprop_dgrad", "wgrad", *REMEDIES, "full_hadamard", "full_sr")
+    groups = [group for group in GROUPS if group[0] != "350m"]
+    figure = Figure(figsize=(7, 1.4 + 0.28 * len(policies)), layout="constrained")
+    panels = figure.subplots(1, len(groups), sharey=True)
+    for axes, group in zip(panels, groups, strict=True):
+        for y, policy in enumerate(policies):
+            for x, (n, of) in enumerate(curves.missed_by(cells, group, policy, "floor") or ()):
+                color = "white" if 2 * n > of else "black"
+                axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, color=str(1 - 0.8 * n / of))
+                axes.text(x, y, f"{n}/{of}", ha="center", va="center", fontsize=8, color=color)
+        axes.set_xticks(range(len(curves.SHARES)), [f"{100 * share:.0f} %" for share in curves.SHARES])
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_xlim(-0.5, len(curves.SHARES) - 0.5)
+        axes.set_title(GROUPS[group].replace(", ", ",\n"), loc="left", fontsize="small")
+    panels[0].set_yticks(range(len(policies)), policies)
+    panels[0].set_ylim(len(policies) - 0.5, -0.5)
+    figure.supxlabel("runs that miss the loss which fp8 has after this share of its run", fontsize="medium")
+    return figure
+
+
+def _legend(figure: Figure, columns: int) -> None:
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _interval(axes: Axes, found: Estimate, y: float, marker: str, color: str, label: str | None) -> None:
+    """Draws a mean, and its interval if there are not too few values."""
+    if not found.n:
+        return
+    if found.n >= _FEW:
+        axes.plot([found.low, found.high], [y, y], color=color, linewidth=1.2)
+    filled = color if found.n >= _FEW else "white"
+    axes.plot([found.mean], [y], marker, color=color, markersize=4, markerfacecolor=filled, label=label)
 
 
 def _draw(axes: Axes, y: float, values: Sequence[float]) -> None:

@@ -17,8 +17,8 @@ from mxjax.products.implementations import Implementation, compiler_options
 from studies.ladder.cells import Bits, Cell, Protocol, model_of, policy_of, protocol_of, recipe_of
 from training.config import OptimizerConfig, parse_rules
 from training.data.megatron import MegatronCorpus
-from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 from training.optimizer.bfloat16 import as_float32, with_bfloat16_parameters
+from training.optimizer.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 from training.step import ScheduledStep, evaluate, init_state, make_eval_step, make_train_step

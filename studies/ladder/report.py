@@ -1,4 +1,4 @@
-"""The report: tables as CSV and in docs/study.md, and the plot, from the committed runs alone.
+"""The report: tables as CSV, figures, and the numbers of docs/study.md, from the committed runs alone.
 
 Other CSV files beside them are frozen: the code that made them was removed with the study's first part.
 """
@@ -7,16 +7,18 @@ import io
 import pathlib
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import matplotlib
 import tyro
+from matplotlib.figure import Figure
 
 from studies.documents import STYLE, as_csv, insert
-from studies.ladder import claims, plots, second_part, tables, token_tables
-from studies.ladder.results import Run, add_runs, gather, read_runs
+from studies.ladder import beside_paper, claims, curves, plots, second_part, tables, token_tables
+from studies.ladder.results import CellResult, Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
+from studies.quotes import fill
 from training.process.environment import input_errors
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
@@ -45,16 +47,29 @@ TABLES = {
     "averaging": tables.averaging,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
+    "nats": beside_paper.nats,
+    "along": curves.along,
+    "missed": curves.missed,
     "mechanism": second_part.mechanism,
     "mechanism even": second_part.mechanism_even,
     "local": second_part.local,
     "generators": second_part.generators,
     "new rates": second_part.rates,
+    "states": second_part.states,
+    "muon rates": second_part.muon_rates,
+    "muon": second_part.muon,
 }
 """The tables, which are files of these names with "-" for " "."""
-SHOWN = ("both", "paper layout in tokens", "tuned rates")
+SHOWN = ("both",)
 """Those that stand in the page, too, between markers."""
-PLOT = "remedies.svg"
+PLOTS: Mapping[str, Callable[[Mapping[str, CellResult]], Figure]] = {
+    "costs.svg": plots.costs,
+    "remedies.svg": plots.remedies,
+    "mechanism.svg": plots.mechanism,
+    "along.svg": plots.along,
+    "missed.svg": plots.missed,
+}
+"""The figures, by the names of their files."""
 _CELLS = {cell.name for name, cells in STUDIES.items() if not name.startswith("recipes") for cell in cells}
 
 
@@ -70,28 +85,31 @@ def files_of(found: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in made.items() if text}
 
 
-def drawing(runs: Sequence[Run]) -> str:
-    """Returns the plot as SVG."""
-    file = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        metadata = {"Date": None, "Creator": "studies.ladder", "Description": _identity(runs)}
-        plots.remedies(gather(runs)).savefig(file, format="svg", facecolor="white", metadata=metadata)
-    return file.getvalue()
+def drawings(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns the figures as SVG, by the names of their files."""
+    cells, found = gather(runs), {}
+    metadata = {"Date": None, "Creator": "studies.ladder", "Description": _identity(runs)}
+    for name, draw in PLOTS.items():
+        file = io.StringIO()
+        with matplotlib.rc_context(STYLE):
+            draw(cells).savefig(file, format="svg", facecolor="white", metadata=metadata)
+        found[name] = file.getvalue()
+    return found
 
 
 def write(runs: Sequence[Run], page: pathlib.Path, folder: pathlib.Path = FOLDER) -> None:
-    """Writes the tables and the plot into a folder, and some of the tables into the page."""
+    """Writes tables and figures into a folder, and shown tables and quoted numbers into the page."""
     found = tables_of(runs)
-    for name, text in files_of(found).items():
+    for name, text in (files_of(found) | drawings(runs)).items():
         (folder / name).write_text(text)
-    (folder / PLOT).write_text(drawing(runs))
-    page.write_text(insert(page.read_text(), {name: found[name] for name in SHOWN}))
+    text = insert(page.read_text(), {name: found[name] for name in SHOWN})
+    page.write_text(fill(text, page.parent))
 
 
 def differences(runs: Sequence[Run], page: pathlib.Path, folder: pathlib.Path = FOLDER) -> list[str]:
-    """Returns what the page, the tables and the plot show that the runs do not give.
+    """Returns what the page, the tables and the figures show that the runs do not give.
 
-    The plot is compared by its texts and by a checksum of the runs, because versions of matplotlib may place
+    A figure is compared by its texts and by a checksum of the runs, because versions of matplotlib may place
     them differently.
     """
     found = tables_of(runs)
@@ -103,9 +121,12 @@ def differences(runs: Sequence[Run], page: pathlib.Path, folder: pathlib.Path = 
     for name in SHOWN:
         if insert(page.read_text(), {name: found[name]}) != page.read_text():
             wrong.append(f"{page}: the part {name!r} is not what the runs give")
-    path = folder / PLOT
-    if not path.exists() or _texts(path.read_text()) != _texts(drawing(runs)):
-        wrong.append(f"{path} does not show what the runs give")
+    if fill(page.read_text(), page.parent) != page.read_text():
+        wrong.append(f"{page}: a number in the text is not that of its table")
+    for name, text in drawings(runs).items():
+        path = folder / name
+        if not path.exists() or _texts(path.read_text()) != _texts(text):
+            wrong.append(f"{path} does not show what the runs give")
     return wrong
 
 
@@ -116,7 +137,7 @@ def main(
     check: bool = False,
     add: bool = False,
 ) -> None:
-    """Regenerates tables, plot and page from the committed runs, or prints the tables of other runs.
+    """Regenerates tables, figures and page from the committed runs, or prints the tables of other runs.
 
     Args:
       folder: runs whose tables to print; nothing is written. Default: the committed runs. Those of recipes

@@ -1,14 +1,15 @@
 """The tables of the study's second part, whose tests and predictions are in plans/mechanism.md."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 
 from mxjax.runtime.tables import table
-from studies.ladder.cells import FRESH
+from studies.ladder.cells import FRESH, MUON_RATES
 from studies.ladder.claim_lists import Claim
 from studies.ladder.claims import Cells, by_seed, table_of_tests
 from studies.ladder.kinds import ARRANGED, LOCAL
-from studies.ladder.studies import FIRST
+from studies.ladder.studies import FIRST, MUON
 from studies.ladder.tables import number
 
 _NAMES = {"wgrad": "none", "wgrad_hadamard": "H16", "wgrad_fixed": "fixed", "wgrad_rht": "redrawn"}
@@ -95,13 +96,17 @@ def generator_claims() -> list[Claim]:
     """Returns the differences of `generators`."""
     frozen = _between("frozen minus fresh bits", "wgrad_sr", "wgrad_sr", "-frozen", "")
     third = _between("a third frozen minus fresh bits", "wgrad_sr", "wgrad_sr", "-third", "")
+    beside = [
+        _between(f"{text} minus none", "wgrad_sr", "wgrad", suffix, "")
+        for suffix, text in (("-frozen", "frozen bits"), ("-third", "a third frozen"))
+    ]
     others = [
         _between(f"{_SUFFIXES[suffix]}: {text} minus none", kind, "wgrad", suffix, suffix)
         for suffix in _SUFFIXES
         for kind, text in (("wgrad_sr", "stochastic rounding"), ("wgrad_hadamard", "H16"))
         if (kind, suffix) != ("wgrad_hadamard", "")  # among INTERVALS
     ]
-    return [frozen, third, *others]
+    return [frozen, third, *beside, *others]
 
 
 _SUFFIXES = {"": "as ever", "-eps2e-4": "eps 2e-4", "-eps1e-8": "eps 1e-8", "-bf16": "gradients in bfloat16"}
@@ -119,6 +124,52 @@ def rates(cells: Cells) -> str:
             means = (statistics.fmean(of[seed] for seed in seeds) for of in losses)
             rows.append([kind, *(number(mean) for mean in means), len(seeds)])
     return table("Wgrad | 2e-3 | 3e-3 | 4e-3 | seeds", rows) if rows else f"Not run yet: seeds from {FIRST}."
+
+
+def states(cells: Cells) -> str:
+    """Returns what optimizer states in bfloat16 change; nothing is tested."""
+    return _parts(cells, [("States in bfloat16 minus float32", (), STATES)], at=None)
+
+
+STATES = tuple(
+    Claim(f"{cell.partition('.')[0]}: {text}", f"{cell}.60m.{FRESH}{suffix}", f"{cell}.60m.{FRESH}")
+    for cell in ("bf16.own", "wgrad_hadamard.floor")
+    for suffix, text in (("-moments", "moments"), ("-states", "moments and parameters"))
+)
+
+
+def muon_rates(cells: Cells) -> str:
+    """Returns fp8's losses under Muon by learning rate, over the seeds that all rates have."""
+    names = [f"fp8.own.60m.{FRESH}-muon-lr{rate}" for rate in MUON_RATES]
+    losses = [cells[name].losses if name in cells else {} for name in names]
+    if not (seeds := sorted(set.intersection(*map(set, losses)))):
+        return f"Not run yet: seeds from {FIRST}."
+    means = (number(statistics.fmean(of[seed] for seed in seeds)) for of in losses)
+    return table(f"Muon | {' | '.join(MUON_RATES)} | seeds", [["fp8", *means, len(seeds)]])
+
+
+def muon(cells: Cells) -> str:
+    """Returns costs and gains under Muon, and how they differ from AdamW's; nothing is tested."""
+    at = [f"{FRESH}-muon-lr{rate}" for rate in MUON_RATES]
+    return _parts(cells, [(protocol, (), muon_claims(protocol)) for protocol in at], at=None)
+
+
+def muon_claims(protocol: str) -> list[Claim]:
+    """Returns the differences of `muon` at one rate."""
+    differences = [
+        *(Claim(f"{policy} minus fp8", f"{policy}.floor", "fp8.own") for policy in MUON[1:]),
+        *(Claim(f"{_NAMES[kind]} minus none", f"{kind}.floor", "wgrad.floor") for kind in ARRANGED[1::2]),
+        Claim("stochastic rounding minus none", "wgrad_sr.floor", "wgrad.floor"),
+        Claim("Wgrad beyond Fprop and Dgrad", "wgrad.floor", "fprop_dgrad.floor"),
+    ]
+    found = []
+    for claim in differences:
+        ours, adamw = claim.at(protocol), claim.at(FRESH)
+        found.append(dataclasses.replace(ours, text=claim.text))
+        if claim.text in ("wgrad minus fp8", "H16 minus none"):
+            text = f"{claim.text}: Muon minus AdamW"
+            found.append(dataclasses.replace(ours, text=text, beside=(adamw.ours, adamw.base)))
+    return found
 
 
 def _parts(

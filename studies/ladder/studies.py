@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mxjax.recipes import policies
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
-from studies.ladder.cells import FRESH, MULTIPLES, UNIFORM, WGRAD_ONLY, Cell
+from studies.ladder.cells import FRESH, MULTIPLES, MUON_RATES, UNIFORM, WGRAD_ONLY, Cell
 from studies.ladder.kinds import ARRANGED, BESIDE, LOCAL, WGRAD_KINDS
 
 LADDER = (
@@ -54,6 +54,8 @@ HARD_EVEN = ("lr2x", "lr3x", "outliers")
 TOO_HIGH = ("lr3x", "lr4x")
 """Those whose learning rate is too high for every policy; means leave them out."""
 _WITHOUT_MXFP4 = ("fp8", "bf16")
+_OF_EXPERTS = ("bf16", "fp8", "wgrad", "wgrad_hadamard", "full_hadamard", "nvfp4")
+"""The policies of the study of experts: recipes that split operands or read tensors do not run on them."""
 _NOT_TINY = ("primus_deosc",)
 """Recipes for larger models: all four blocks of `tiny` are among those in BF16."""
 
@@ -129,6 +131,21 @@ def _generators() -> list[Cell]:
     return cells
 
 
+def _states() -> list[Cell]:
+    """Returns cells whose moments, and then also parameters, are kept in bfloat16 beside float32."""
+    policies = ("bf16", "wgrad_hadamard")
+    return [cell for suffix in ("", "-moments", "-states") for cell in _fresh(policies, suffix=suffix)]
+
+
+MUON = ("fp8", "wgrad", "wgrad_hadamard", "wgrad_rht", "wgrad_sr", "fprop_dgrad")
+"""The policies under Muon."""
+
+
+def _muon() -> list[Cell]:
+    """Returns the policies under Muon at each of its rates; of these only the tuned one need run."""
+    return [cell for rate in MUON_RATES for cell in _fresh(MUON, suffix=f"-muon-lr{rate}", seeds=4)]
+
+
 def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
     published = (name for name in policies() if name not in ladder())
     names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
@@ -199,8 +216,12 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
             for rate in ("-lr2e-3", "-lr4e-3")
             for cell in _fresh(["wgrad", "wgrad_hadamard", "wgrad_sr"], suffix=rate, seeds=5)
         ),
-        # Every published recipe, for docs/recipes.md; the second tries the program on a CPU.
+        # Optimizer states in bfloat16. Muon: --cells 'fp8*' --seeds 2 tunes, then --cells '*-lrRATE' alone.
+        "states-60m": tuple(_states()),
+        "muon-60m": tuple(_muon()),
+        # Every published recipe, for docs/recipes.md; a mixture of experts; the program on a CPU.
         "recipes": _recipes("60m", "tuned-60m", 4),
+        "recipes-experts": tuple(Cell(name, "", "moe-100m", "moe-100m", 4) for name in _OF_EXPERTS),
         "recipes-tiny": tuple(c for c in _recipes("tiny", "tiny", 2) if c.policy not in _NOT_TINY),
     }
 )

@@ -13,11 +13,20 @@ from analysis.statistics import (
     standard_deviation,
 )
 from mxjax.runtime.tables import table
-from studies.ladder.cells import MAIN_PROTOCOLS
+from studies.ladder.cells import FRESH, MAIN_PROTOCOLS
 from studies.ladder.results import CellResult, baseline, by_group
 from studies.ladder.studies import STUDIES
 
 Cells = Mapping[str, CellResult]
+GROUPS: Mapping[tuple[str, str], str] = {
+    ("60m", "tuned-60m"): "60m, seeds 0-7",
+    ("60m", FRESH): "60m, seeds 16-23",
+    ("60m", "constant-60m"): "60m, constant rate",
+    ("60m", "tuned-60m-4epochs"): "60m, four epochs",
+    ("125m", "tuned-125m"): "125m",
+    ("350m", "tuned-350m"): "350m",
+}
+"""Models and protocols of the runs that stand side by side, and their names in tables and figures."""
 LAST = (1, 2, 3)
 """How many of the last evaluations are averaged for comparison."""
 

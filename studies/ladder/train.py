@@ -72,9 +72,15 @@ def run_cells(cells: Sequence[Cell], settings: Settings) -> bool:
     """Trains the missing runs in order; returns False if the time did not suffice.
 
     Skips cells that another process is training. A cell is compiled while the one before it trains.
+
+    Raises:
+      ValueError: the data cannot be read or is too short for a cell, and nothing is written; or a recipe has
+        no effect on its model.
     """
     data = DataConfig((settings.data,), (settings.eval_data,), settings.vocab_size)
     corpus = load_megatron(data, VOCABULARY)
+    for protocol in {protocol_of(cell) for cell in cells}:
+        held_out_batches(corpus.validation, protocol)
     settings.out.mkdir(parents=True, exist_ok=True)
     wanted, left = sum(cell.seeds for cell in cells), sum(len(missing_seeds(settings.out, c)) for c in cells)
     print(f"{settings.study}: {left} of {wanted} runs left", flush=True)
@@ -130,7 +136,8 @@ def _run_cell(
         left = sum(len(missing_seeds(settings.out, c)) for c in cells)
         print(
             f"{cell.name} seed {seed}: final loss {record['final_loss']:.4f}, {record['seconds']:.1f} s; "
-            f"{left} runs left, about {remaining_seconds(cells, settings.out) / 60:.0f} min of one device",
+            f"{left} runs left, about {remaining_seconds(cells, settings.out) / 60:.0f} min of one device "
+            "besides compiling",
             flush=True,
         )
     return True
@@ -185,7 +192,10 @@ def _record(cell: Cell, seed: int, corpus: MegatronCorpus, programs: Programs | 
 
 
 def remaining_seconds(cells: Sequence[Cell], out: pathlib.Path) -> float:
-    """Estimates the time of the missing runs on one device from the existing runs; NaN if there are none."""
+    """Estimates the time of the missing runs on one device from the existing runs; NaN if there are none.
+
+    Compiling is left out: most of it passes while the cell before trains.
+    """
     timed = [_seconds_a_token(cell, out) for cell in cells]
     known = [t for t in timed if t]
     typical = sum(known) / len(known) if known else math.nan

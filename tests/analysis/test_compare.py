@@ -335,6 +335,14 @@ def test_a_plot_in_a_folder_that_does_not_exist_says_how_to_make_it(tmp_path):
     assert CompareConfig((tmp_path,), plot=(path,)).plot == (path,)
 
 
+@pytest.mark.parametrize("name", ["curves.xyz", "curves"])
+def test_a_plot_of_an_unknown_format_is_refused_before_runs_are_read(name, tmp_path):
+    path = tmp_path / name
+    with pytest.raises(ValueError, match=r"no image format; take .*\.png, .*\.svg") as error:
+        compare(CompareConfig((tmp_path / "no run",), plot=(path.with_name("curves.SVG"), path)))
+    assert str(error.value).startswith(f"--plot {path}: {path.suffix or 'no suffix'} is ")
+
+
 def test_curves_can_be_drawn(tmp_path):
     folders = tuple([*make_seeds(tmp_path, "fp8", [3.0, 3.1]), *make_seeds(tmp_path, "wgrad", [3.2])])
     files = (tmp_path / "curves.svg", tmp_path / "curves.png")

@@ -18,10 +18,11 @@ import train as training_program
 from analysis.diagnose import diagnose as program
 from analysis.diagnose import measures, plots
 from analysis.diagnose.capture import make_gradients, make_pass
-from analysis.diagnose.diagnose import diagnose, totals
+from analysis.diagnose.diagnose import diagnose, diagnose_model, totals
 from analysis.diagnose.plots import draw
 from analysis.diagnose.split import Grams, split
 from analysis.diagnose.wgrad import VARIANTS, gradient_grams, wgrad_grams
+from analysis.restore import Restored
 from models import decoder
 from models.configs import DecoderConfig
 from models.gemms import linear_weights
@@ -29,6 +30,7 @@ from mxjax.operands.use import OperandUse
 from mxjax.policy import OPERANDS, Gemm, Rotation
 from mxjax.products.implementations import compiler_options
 from training.command_line import parse
+from training.phases import Phase
 
 MODEL = DecoderConfig(64, 64, 2, 2, 1, 32, 96, rope_theta=10_000.0)
 
@@ -75,6 +77,29 @@ def test_gradients_alone_are_those_of_a_pass(passes, name):
     mean_loss = jax.jit(functools.partial(decoder.mean_loss, MODEL, policies=policies))
     loss = mean_loss(params, batches[0], key=jax.random.key(2))
     np.testing.assert_allclose(alone.loss, loss, rtol=1e-3)
+
+
+def test_gradients_have_the_z_loss_of_the_run(passes, monkeypatch):
+    params, batches, _ = passes
+    policies = decoder.layer_policies(MODEL, mxjax.get_policy("bf16"))
+
+    @functools.partial(jax.grad, argnums=0)
+    def expected(blocks):
+        logits = decoder.apply(MODEL, params | {"blocks": blocks}, batches[0, :, :-1], policies=policies)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, batches[0, :, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(normalizer - chosen + 0.5 * normalizer**2)
+
+    wanted = linear_weights(jax.jit(expected)(params["blocks"]))
+    restored = Restored(parse(["--z-loss", "0.5"]), MODEL, params, 1, Phase(1, "bf16", policies), "xla")
+    monkeypatch.setattr(program, "diagnose", lambda *_, say, **training: training)
+    training = diagnose_model(restored, batches)
+    del training["versions"], training["batches"], training["tokens"]
+    for make in (make_gradients, make_pass):
+        found = make(MODEL, policies, "xla", **training)(params, batches[0], jax.random.key(2)).gradients
+        for name, gradient in wanted.items():
+            error = np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
+            assert error < 0.02, name  # activations are bfloat16
 
 
 def test_the_shape_of_a_tensor_is_scipys():

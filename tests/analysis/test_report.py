@@ -56,6 +56,7 @@ class Page(html.parser.HTMLParser):
             self.text += data
 
 
+COMMIT = "0123456789abcdef-dirty"
 GEMMS = ("fprop", "dgrad", "wgrad")
 FACTS = {"source": "a <b> & c", "train_tokens": 10**6, "validation_tokens": 9000, "crc32": "0f"}
 
@@ -65,7 +66,8 @@ def make_run(folder, policy, seed, measured):
     config = parse(["--policy", policy, "--steps", "40", "--layers", "head=fp8", "--out", str(folder)])
     model = dataclasses.replace(get_config("tiny"), vocab_size=257)
     phases = phases_of(config.precision, 40, functools.partial(decoder.layer_policies, model))
-    parts = {"model": to_dict(model), "data": FACTS, "environment": {"device": "cpu", "devices": 2}}
+    environment = {"device": "cpu", "devices": 2, "commit": COMMIT}
+    parts = {"model": to_dict(model), "data": FACTS, "environment": environment}
     write_run_config(folder, {"config": to_json(config)} | to_record(phases) | parts)
     rng, records = np.random.default_rng(seed), []
     for step in range(1, 41):
@@ -124,6 +126,7 @@ def test_a_report_says_what_the_run_s_files_say(runs, tmp_path, capsys):
         "853,376",
         "a <b> & c",
         "2 x cpu",
+        COMMIT,
         "fprop fp8_e4m3 x fp8_e4m3",
     ]
     assert [text for text in wanted if text not in page.text] == []

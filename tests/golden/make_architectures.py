@@ -1,8 +1,10 @@
 """Save tiny random models of each architecture as transformers saves them, and what it computes of them.
 
-Run with torch 2.13.0+cpu, transformers 5.23.0 and numpy 2.4.6:
+Run with torch 2.13.0+cpu, transformers 5.23.0 and numpy 2.4.6; names make these alone:
 
-    python tests/golden/make_architectures.py
+    python tests/golden/make_architectures.py [NAME ...]
+
+smollm3 and qwen3_moe_mixed are by torch 2.15.0, transformers 5.24.0 and numpy 2.5.5.
 
 architectures/NAME has what `save_pretrained` leaves (config.json, safetensors in bfloat16) and golden.npz:
 
@@ -12,13 +14,15 @@ architectures/NAME has what `save_pretrained` leaves (config.json, safetensors i
     generated [2, 12] int32, greedily after the first 8 tokens; versions
 
 all computed in float32. gpt_oss has experts in MXFP4, as OpenAI's checkpoint: random bytes, unpacked by transformers.
-Windows and YaRN's original context are shorter than the sequences.
+Windows and YaRN's original context are shorter than the sequences. qwen3_moe_mixed has MLPs in its outer layers and
+experts in the others, smollm3 a layer without rotation by positions.
 """
 
 import importlib.metadata
 import json
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
@@ -46,6 +50,22 @@ MODELS = {
     "qwen3_moe": (
         "Qwen3Moe",
         {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 12}
+        | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    ),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0, 3],
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
     ),
     "gpt_oss": (
         "GptOss",
@@ -105,7 +125,7 @@ def save(model, folder, packed):
 
 
 def main():
-    for name, (family, options) in MODELS.items():
+    for name, (family, options) in ((name, MODELS[name]) for name in sys.argv[1:] or MODELS):
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**SMALL | options, attn_implementation="eager")
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

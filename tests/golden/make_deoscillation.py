@@ -9,7 +9,7 @@ The quantizer is torch.round, as in Primus's own unit tests: their FP4 needs a G
 
     first [n], updates [steps, n]        weights before the first step, and what each step adds
     primus, tetrajet [steps, n]          weights after each step
-    primus_setting, tetrajet_setting     ratio, period, start and window of `training.deoscillation`
+    primus_setting, tetrajet_setting     ratio, period, start and window of `training.optimizer.deoscillation`
 """
 
 import contextlib

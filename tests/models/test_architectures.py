@@ -23,7 +23,16 @@ from training.huggingface import export_checkpoint, import_checkpoint
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "architectures"
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def test_every_architecture_has_a_golden_model():
+    assert {json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in NAMES} == {
+        *ARCHITECTURES
+    }
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def architecture(request, tmp_path_factory):
     """The name of an architecture, the run imported from its golden checkpoint, and the golden arrays."""
     folder = tmp_path_factory.mktemp(request.param)

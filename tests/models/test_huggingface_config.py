@@ -57,6 +57,9 @@ GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier"
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+SMOLLM3 = {"model_type": "smollm3"}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+NO_ROPE_YARN = {"rope_parameters": YARN, "rope_scaling": None}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,13 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok":
         ({"num_experts": 8}, "num_experts is 8"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8 experts"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-        (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], and it is not supported"),
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, and only 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [2]}, r"mlp_only_layers must list some of 2 layers.*\[2\]"),
+        (QWEN3_MOE | {"decoder_sparse_step": 3}, "mlp_only_layers and decoder_sparse_step leave no layer"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, and only 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], and it is not supported"),
+        (SMOLLM3 | {"no_rope_layers": [1]}, r"1 \(rotated\) or 0 for each of 2 layers, got \[1\]"),
+        (SMOLLM3 | {"no_rope_layers": [1, 2]}, r"no_rope_layers must have 1 \(rotated\) or 0"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]} | NO_ROPE_YARN, "rope_layers must have no 0"),
         (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
         ({"model_type": "gpt_oss", "layer_types": ["chunked_attention"]}, "layer_types is"),
         ({"model_type": "gpt_oss", "layer_types": ["full_attention"]}, "1 entries for 2 layers"),
@@ -114,6 +122,25 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok":
 def test_other_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config(golden_raw() | change)
+
+
+@pytest.mark.parametrize("fields", [{"mlp_only_layers": [0, 2]}, {"decoder_sparse_step": 2}])
+def test_layers_without_experts_are_those_of_qwen3_moe(fields):
+    """As in Qwen3MoeDecoderLayer: experts are in layers that are not listed and end a step."""
+    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 24, "intermediate_size": 80}
+    config = read_config(golden_raw() | QWEN3_MOE | sizes | fields)
+    assert (config.d_ff, config.dense_d_ff) == (24, (80, 0, 80, 0))
+    assert read_config(write_config(config, 64)) == config
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_every_fourth_layer_of_smollm3_does_not_rotate_and_alone_has_a_window():
+    raw = golden_raw() | SMOLLM3 | {"num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 16}
+    config = read_config(raw)
+    assert config.rope_layers == (1, 1, 1, 0, 1, 1, 1, 0)
+    assert config.windows == (0, 0, 0, 16, 0, 0, 0, 16)
+    assert read_config(write_config(config, 64)) == config
+    assert read_config(raw | {"no_rope_layers": [1] * 8, "use_sliding_window": False}).rope_layers == ()
 
 
 def test_values_that_change_nothing_are_taken_and_unknown_fields_are_named(caplog):

@@ -17,7 +17,7 @@ from analysis.sample import SampleConfig
 from training import huggingface
 from training.command_line import FlagError, check_lists, flags_of, in_one_line, parse
 from training.config import Config, DataConfig, by_flag
-from training.flag_names import SYNONYMS
+from training.flags.names import SYNONYMS
 from training.run.checksums import check_saveable
 from training.run.record import read_run_config, write_run_config
 from training.run.setup import check_apart
@@ -87,7 +87,8 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "--eval-data is given 2 times; write all its values after one --eval-data; see",
         ),
         ("--mesh data=2 --mesh tensor=2", "--mesh is given 2 times; it takes one value; see"),
-        ("--z-loss 1e-320", "--z-loss must be 0 or a positive float32, got 1e-320; see"),
+        ("--z-loss 1e-320", "--z-loss must be 0, or a positive float32 up to 1, got 1e-320; see"),
+        ("--z-loss 3e38", "--z-loss must be 0, or a positive float32 up to 1, got 3e+38; see"),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
     ],
 )

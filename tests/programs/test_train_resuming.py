@@ -12,6 +12,7 @@ import pytest
 from support.runs import lines, resume, run, weights, without_time
 
 import eval as evaluation_program
+from mxjax.runtime.checkout import commit
 from training import trainer as loop
 from training.command_line import parse
 from training.config import Config, by_flag
@@ -50,6 +51,7 @@ def test_the_description_holds_every_resolved_value(finished):
     assert phase["layers"]["blocks.3.mlp.down"].startswith("fprop mxfp4:floor:sr x mxfp4:floor:sr |")
     assert phase["layers"]["head"].startswith("fprop bf16")
     assert found["environment"]["jax"] == jax.__version__
+    assert found["environment"].get("commit") == commit()
     assert found["data"]["train_tokens"] > 0
 
 
@@ -58,6 +60,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
     out = tmp_path / "resumed"
     run(text, out, *FLAGS, "--stop-after", "3")
     assert lines(out)[-1]["step"] == 3
+    description = json.loads((out / "config.json").read_text())
+    description["environment"]["commit"] = "of another checkout"
+    (out / "config.json").write_text(json.dumps(description))
     resume(out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
     assert without_time(lines(out)) == without_time(lines(finished))

@@ -110,15 +110,20 @@ def test_the_committed_report_is_what_the_committed_runs_give():
 def test_a_changed_number_fails_the_check(tmp_path):
     runs = [run for run in read_runs(report.RUNS) if run["protocol"]["name"] in ("decay", "tuned-60m")]
     page = tmp_path / "study.md"
-    page.write_text("".join(f"<!-- {name} -->\n<!-- end {name} -->\n" for name in report.SHOWN))
+    quote = '[0.5][a]\n\n[a]: both.csv "-H16 on Wgrad takes off loss | mean"\n'
+    page.write_text("".join(f"<!-- {name} -->\n<!-- end {name} -->\n" for name in report.SHOWN) + quote)
     report.write(runs, page, tmp_path)
     assert report.differences(runs, page, tmp_path) == []
     changed = [runs[0] | {"final_loss": runs[0]["final_loss"] + 1e-3}, *runs[1:]]
     found = "\n".join(report.differences(changed, page, tmp_path))
     assert f"{tmp_path / 'final-losses.csv'} is not what the runs give" in found
-    assert f"{tmp_path / report.PLOT} does not show what the runs give" in found
-    page.write_text(page.read_text().replace("| 8 |", "| 9 |"))
-    assert f"{page}: the part 'both' is not what the runs give" in report.differences(runs, page, tmp_path)
+    for name in report.PLOTS:
+        assert f"{tmp_path / name} does not show what the runs give" in found
+    assert "\n[0.0][a]\n" in page.read_text()
+    page.write_text(page.read_text().replace("| 8 |", "| 9 |").replace("[0.0]", "[0.1]"))
+    found = report.differences(runs, page, tmp_path)
+    assert f"{page}: the part 'both' is not what the runs give" in found
+    assert f"{page}: a number in the text is not that of its table" in found
 
 
 def test_runs_are_added_once_in_the_order_of_cells(tmp_path):

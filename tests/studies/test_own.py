@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import pathlib
+import re
+import typing
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from support.study_runs import power_law, record
 import mxjax
 from studies.ladder import __main__ as program
 from studies.ladder import own
-from studies.ladder.cells import PROTOCOLS, own_parts, policy_of, protocol_of, recipe_of
+from studies.ladder.cells import PROTOCOLS, Bits, Protocol, own_parts, policy_of, protocol_of, recipe_of
 from studies.ladder.train import run_path
 from studies.ladder.whole_runs import changes_program
 from training.data.indexed_dataset import IndexedWriter
@@ -207,3 +210,11 @@ def test_a_study_of_a_file_is_trained_and_printed_by_one_command(write, tmp_path
     ]
     program.run(str(path), **options)
     assert "0 of 4 runs left" in capsys.readouterr().out
+
+
+def test_the_page_names_every_field_of_a_protocol_and_every_value_of_its_bits():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "study.md").read_text()
+    table = page.partition("| field | meaning |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    fields = {field.name for field in dataclasses.fields(Protocol)}
+    assert fields | set(typing.get_args(Bits)) <= named

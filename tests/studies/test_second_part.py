@@ -1,5 +1,7 @@
 """The second part of the study: its cells, and its tables from runs that nobody trained."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,13 +9,14 @@ import scipy.stats
 
 from mxjax.policy import Rotation
 from studies.ladder import programs, second_part
-from studies.ladder.cells import FRESH, PROTOCOLS, Cell, policy_of
+from studies.ladder.cells import FRESH, MUON_RATES, PROTOCOLS, Cell, policy_of
 from studies.ladder.kinds import ARRANGED, KINDS
 from studies.ladder.results import gather
 from studies.ladder.studies import STUDIES
 from tests.support.study_runs import record
 
 PART = ("mechanism", "mechanism-even", "mechanism-others", "local-60m", "generators-60m", "rates-60m")
+PART += ("states-60m", "muon-60m")
 CELLS = {cell.name: cell for study in PART for cell in STUDIES[study]}
 
 
@@ -49,6 +52,17 @@ def test_the_primary_test_is_that_of_the_interaction():
     assert second_part.mechanism({}) == second_part.generators({}) == "Not run yet: seeds from 16."
 
 
+def test_states_and_muon_change_the_optimizer_alone():
+    for name, changes in {
+        "-moments": {"moments": "bfloat16"},
+        "-states": {"moments": "bfloat16", "master": "bfloat16"},
+        "-muon-lr6e-3": {"optimizer": "muon", "lr": 6e-3},
+    }.items():
+        assert PROTOCOLS[FRESH + name] == dataclasses.replace(PROTOCOLS[FRESH], **changes)
+    tuning = {cell.protocol for cell in STUDIES["muon-60m"] if cell.policy == "fp8"}
+    assert len(tuning) == len(MUON_RATES)
+
+
 @pytest.mark.parametrize("name", ["anew", "once", "means32"])
 def test_an_arrangement_changes_both_operands_of_wgrad_alone(name):
     for kind in ARRANGED:
@@ -80,3 +94,28 @@ def test_gradients_are_rounded_to_bfloat16():
     found = programs.to_bfloat16(gradients)["w"]
     assert found.tolist() == gradients["w"].astype(jnp.bfloat16).astype(jnp.float32).tolist()
     assert found.tolist() != gradients["w"].tolist()
+
+
+def test_states_and_muon_are_compared_with_float32_and_adamw():
+    at = f"60m.{FRESH}"
+    losses = {
+        f"bf16.own.{at}": 2.5,
+        f"bf16.own.{at}-moments": 2.51,
+        f"fp8.own.{at}": 2.6,
+        f"wgrad.floor.{at}": 2.7,
+    }
+    for rate, loss in zip(MUON_RATES, (2.6, 2.4, 2.45, 2.7), strict=True):
+        losses[f"fp8.own.{at}-muon-lr{rate}"] = loss
+    losses[f"wgrad.floor.{at}-muon-lr3e-3"] = 2.45
+    runs = [
+        record(name, name.partition(".")[0], seed, loss + 0.1 * seed, name.split(".", 3)[3])
+        for name, loss in losses.items()
+        for seed in (16, 17)
+    ]
+    cells = gather(runs)
+    assert "| bf16: moments | +0.0100 |" in second_part.states(cells)
+    assert "| fp8 | 4.2500 | 4.0500 | 4.1000 | 4.3500 | 2 |" in second_part.muon_rates(cells)
+    shown = second_part.muon(cells)
+    assert "| wgrad minus fp8 | +0.0500 |" in shown
+    assert "| wgrad minus fp8: Muon minus AdamW | -0.0500 |" in shown
+    assert "6e-3" not in shown

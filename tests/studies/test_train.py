@@ -262,6 +262,14 @@ def test_workers_take_the_visible_devices(monkeypatch):
         program._run_workers(3)
 
 
+def test_validation_data_too_short_for_a_cell_leaves_nothing(settings, tmp_path):
+    with IndexedWriter(tmp_path / "validation", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(30, dtype=np.uint16))
+    with pytest.raises(ValueError, match="--eval-data has 30 tokens, fewer than a batch of 4 x 16"):
+        runner.run_cells(CELLS, settings)
+    assert not settings.out.exists()
+
+
 def test_results_leave_the_commit_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "a"]

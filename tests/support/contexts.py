@@ -24,10 +24,12 @@ from training.sharding import compiler_options, make_mesh, param_shardings, para
 MODEL = DecoderConfig(256, 256, 2, 8, 4, 32, 256, rope_theta=10_000.0, windows=(0, 40), sinks=True)
 PLAIN = dataclasses.replace(MODEL, windows=(), sinks=False)
 EXPERTS = DecoderConfig(
-    *(256, 128, 2, 4, 4, 32, 64),
+    *(256, 128, 3, 4, 4, 32, 64),
     rope_theta=10_000.0,
     init_std=0.1,  # so that routers prefer some experts
     experts=ExpertsConfig(8, 2, biased=True, balance_loss=0.01, z_loss=1e-3),
+    dense_d_ff=(128, 0, 0),
+    rope_layers=(1, 0, 1),
 )
 
 

@@ -1,4 +1,4 @@
-"""Updates on 8 virtual devices, for training/test_optimizer_runs.py, in a process of their own.
+"""Updates on 8 virtual devices, for training/optimizer/test_optimizer_runs.py, in a process of their own.
 
 For each line of flags prints the largest difference of parameters and moments from one device's after three
 updates by the same gradients, relative to each array's largest value, and how many elements differ.

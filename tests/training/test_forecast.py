@@ -29,14 +29,15 @@ def plan(monkeypatch, tmp_path, capsys):
 
 
 def test_a_plan_has_the_estimate_of_the_run(plan, tmp_path):
-    _, memory, verdict = plan(2**30)
+    _, memory, gpus, verdict = plan(2**30)
     run = set_up(parse(["--data", __file__, "--eval-batches", "1", *FLAGS]), tmp_path / "run")
     assert memory == f"memory a device with --remat none: {Trainer(run).memory(0)}"
+    assert gpus == "GPUs: H100 (80 GB) fits, H200 (141 GB) fits, MI355X (288 GB) fits"
     assert verdict == "that fits the 1 GiB of a device here (cpu)"
 
 
 def test_a_plan_says_what_fits(plan):
-    _, _, verdict, *settings = plan(13.5 * 2**20, "--mesh", "fsdp=2")
+    _, _, _, verdict, *settings = plan(13.5 * 2**20, "--mesh", "fsdp=2")
     assert verdict.startswith("that is more than the 0.0132 GiB of a device here")
     names = [line.partition(":")[0].strip() for line in settings]
     assert names == ["--remat dots --mesh fsdp=2", "--remat full --mesh fsdp=2"]
@@ -45,7 +46,7 @@ def test_a_plan_says_what_fits(plan):
 
 @pytest.mark.slow
 def test_a_plan_tries_parts_and_more_devices(plan):
-    first, _, _, *settings, last = plan(
+    first, _, _, _, *settings, last = plan(
         2**20, "--mesh", "fsdp=4", "--remat", "full", "--document-mask", "off"
     )
     assert first.endswith("no mask of documents")
@@ -54,6 +55,17 @@ def test_a_plan_tries_parts_and_more_devices(plan):
     assert names[:3] == [parts, devices, f"{devices},context=2"]
     assert names[-1] == f"{devices},context=2,tensor=2"
     assert last.startswith("none of them fits: shorten --seq-len")
+
+
+def test_a_gpu_fits_by_the_share_of_its_memory_that_jax_takes():
+    assert forecast.gpus_in_words(65e9) == (
+        "GPUs: H100 (80 GB) fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, H200 (141 GB) fits, "
+        "MI355X (288 GB) fits"
+    )
+    few = forecast.gpus_in_words(250e9)
+    assert few.startswith(
+        "GPUs: H100 (80 GB) is too small, H200 (141 GB) is too small, MI355X (288 GB) fits with"
+    )
 
 
 def test_a_plan_checks_as_a_run_does(tmp_path):

@@ -202,6 +202,35 @@ def test_the_commands_run(checkpoint, tmp_path):
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_an_import_and_an_export_end_with_a_summary_and_the_next_command(
+    tmp_path, monkeypatch, capsys, has_tokenizer
+):
+    def lines(*words):
+        monkeypatch.setattr(sys, "argv", ["__main__.py", *map(str, words)])
+        huggingface_program.main()
+        return capsys.readouterr().out.splitlines()
+
+    source, imported, out = (
+        shutil.copytree(GOLDEN / "llama2", tmp_path / "in"),
+        tmp_path / "a b",
+        tmp_path / "out",
+    )
+    if has_tokenizer:
+        (source / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    summary, then = lines("import", source, imported)
+    sizes = "LlamaForCausalLM with 24,736 parameters, 2 blocks of width 32 and 64 tokens"
+    assert summary == f"imported {sizes} as {imported}"
+    config = parse(shlex.split(then.rpartition("train it: python train.py ")[2]))
+    assert (config.init, config.optimizer.lr) == (imported, 2e-5)
+    tokenizer = f"--tokenizer '{imported}/huggingface/tokenizer.json'"
+    assert (f"python -m training.tokenize --input FILES {tokenizer}" in then) == has_tokenizer
+    summary, then = lines("export", imported, out, "--quantize", "mxfp4")
+    assert summary.startswith(f"exported step 0 as {out}: {sizes}; no Fprop of the run rounds")
+    load = f"load it: transformers.AutoModelForCausalLM.from_pretrained('{out}')"
+    assert then == (f"serve it: vllm serve {out}" if has_tokenizer else load)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_import_leaves_nothing(checkpoint, tmp_path, monkeypatch, capfd, number):
     def interrupted(*_):
@@ -226,8 +255,11 @@ def test_the_card_has_the_loss_of_the_exported_weights_and_the_run_s_command(tmp
     evaluated = {"step": 7, "eval_loss": 2.5, "ema_eval_loss": 2.25}, {"step": 9, "eval_loss": 1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluated))
     saved = {"config": to_json(config), "model": to_dict(get_config("tiny"))}
+    assert "Commit" not in model_card(tmp_path, saved, 8, "not quantized", weights)
+    saved["environment"] = {"commit": "0123456789abcdef-dirty"}
     card = model_card(tmp_path, saved, 8, "not quantized", weights)
     assert f"| Validation loss | {loss} at step 7 |" in card
+    assert "| Commit | 0123456789abcdef-dirty |" in card
     assert ("| average over the steps (--ema 0.9), not quantized |" in card) == (weights == "ema")
     command = next(line for line in card.splitlines() if line.startswith("| Command")).split("`")[1]
     parsed = parse(shlex.split(command)[2:])

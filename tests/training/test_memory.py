@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mxjax
 from models import decoder
-from models.configs import DecoderConfig
+from models.configs import DecoderConfig, ExpertsConfig
 from models.loss import LOSS_TOKENS, cross_entropy
 from training.command_line import parse
 from training.config import OptimizerConfig
@@ -25,6 +25,7 @@ from training.step import init_state, make_train_step
 from training.trainer import Trainer
 
 SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
+MIXED = dataclasses.replace(SMALL, experts=ExpertsConfig(2, 2), d_ff=96, dense_d_ff=(192, 0, 192, 0))
 
 
 def compare(
@@ -76,6 +77,7 @@ def compare(
     [
         (SMALL, 8, 64, 1, "bf16", "xla", "none"),
         (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
+        (MIXED, 8, 64, 1, "bf16", "xla", "none"),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
         pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
         (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),

@@ -17,10 +17,10 @@ import train as training_program
 from models import decoder
 from models.configs import get_config
 from mxjax.recipes.whole_runs import RECIPES
-from training import policy_source
 from training import trainer as loop
 from training.command_line import parse
 from training.config import Config, PrecisionConfig
+from training.flags import policy_source
 from training.log.mlperf import TOKEN
 from training.phases import parse_schedule, phase_at, phases_of
 from training.run.checkpoints import Checkpoints

@@ -16,6 +16,7 @@ from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
 from training.command_line import parse
 from training.config import Config, DataConfig, PrecisionConfig, by_flag
+from training.flags.policy_source import load_policy
 from training.phases import (
     changed_files,
     files_of,
@@ -26,7 +27,6 @@ from training.phases import (
     phases_of_run,
     to_record,
 )
-from training.policy_source import load_policy
 from training.run.record import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))

@@ -11,8 +11,10 @@ import pytest
 from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
 
 import mxjax
+from analysis.diagnose.capture import make_pass
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
+from models.documents import Documents
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from models.huggingface.quantized import choose_operands, quantized_weights
@@ -128,21 +130,24 @@ def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
 def test_each_expert_is_packed(qk_norm, name, tmp_path):
     """Each has the values that `ragged_dot` multiplies, and transformers finds all it looks for.
 
+    Qwen3-MoE's first block has an MLP.
+
     transformers 5.24 drops the divisors of NVFP4's experts.
     """
     experts = ExpertsConfig(3, 2, renormalized=True)
-    config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm)
+    dense = (128, 0) if qk_norm else ()
+    config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm, dense_d_ff=dense)
     params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
     (tmp_path / "seed").mkdir()
     rewrite_params(tmp_path / "seed", config, params)
     import_checkpoint(tmp_path / "seed", tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "out", quantize=name)
     import_checkpoint(tmp_path / "out", tmp_path / "again")
-    w = jnp.asarray(params["blocks"]["mlp"]["down"][1])
+    w = jnp.asarray(params["blocks"]["mlp"]["down"][-1])
     rows = jnp.tile(jnp.eye(w.shape[1]), (len(w), 1))
     policy = weight_only(format=name)
     multiplied = mxjax.ragged_dot(rows, w, np.full(len(w), w.shape[1]), policy=policy)
-    found = params_of(tmp_path / "again")[1]["blocks"]["mlp"]["down"][1]
+    found = params_of(tmp_path / "again")[1]["blocks"]["mlp"]["down"][-1]
     rounded = 0 if name == "mxfp4" else 2**-22
     np.testing.assert_allclose(found, np.reshape(multiplied, w.shape), rtol=rounded)
     transformers = pytest.importorskip("transformers")
@@ -329,6 +334,29 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
     import_checkpoint(tmp_path / "out", tmp_path / "again")  # without the divisors of activations
     # They scale in bfloat16, so that a few activations next to a tie are rounded otherwise.
     assert np.abs(theirs - without).mean() > 10 * np.abs(theirs - ours).mean()
+
+
+def test_inputs_are_calibrated_under_the_mask_of_the_run(run, params, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    letters = np.random.default_rng(1).integers(97, 123, 60, np.uint8)
+    (tmp_path / "text").write_bytes(bytes(letters))
+    path = tmp_path / "run" / "config.json"
+    record, documents = json.loads(path.read_text()), {"end": ord("m"), "restart_positions": True}
+    path.write_text(json.dumps(record | {"documents": documents}))
+    flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(tmp_path / "text")}
+    export_checkpoint(tmp_path / "run", tmp_path / "out", **flags)
+    found = tensors(tmp_path / "out")
+    layers = layer_policies(CONFIG, weight_only(format="nvfp4"), [("blocks[-1].mlp.*", "bf16")])
+    for mask, agrees in ((Documents(**documents), True), (None, False)):
+        run_pass = make_pass(CONFIG, layers, None, documents=mask)
+        read = run_pass(params, np.append(letters, 256)[None], jax.random.key(0)).tensors
+        off = []
+        for name, kind in (("q_proj", "attention.qkv"), ("o_proj", "attention.out")):
+            _, raw = found[f"model.layers.1.self_attn.{name}.input_global_scale"]
+            largest = np.abs(np.asarray(read[kind].x[1], np.float32)).max()
+            off.append(abs(np.frombuffer(raw, np.float32)[0] * largest / 2688 - 1))
+        assert (max(off) < 2**-7) == agrees, off  # two units in the last place of bfloat16
 
 
 def test_transformers_loads_what_the_fprop_multiplies(run, params, tmp_path):

@@ -246,9 +246,26 @@ def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [record for _, record in read_lines(folder / FILE, parse_record)]
 
 
-def evaluations(folder: pathlib.Path) -> dict[int, float]:
-    """Returns the loss of every evaluation of a run, by step."""
-    return {r["step"]: r["eval_loss"] for r in read_records(folder) if "eval_loss" in r}
+def evaluations(folder: pathlib.Path, weights: str | None = None) -> dict[int, float]:
+    """Returns the loss of every evaluation of a run, by step; with "ema" that of the parameters' average."""
+    measured = "eval_loss" if weights is None else f"{weights}_eval_loss"
+    return {r["step"]: r[measured] for r in read_records(folder) if measured in r}
+
+
+def best_step(folder: pathlib.Path, saved: Iterable[int], weights: str | None = None) -> int:
+    """Returns the one of a run's saved steps at which these weights had the lowest evaluation loss.
+
+    Raises:
+      ValueError: they were evaluated at none of them.
+    """
+    losses, steps = evaluations(folder, weights), sorted(saved)
+    if not (found := [step for step in steps if math.isfinite(losses.get(step, math.nan))]):
+        of_weights = "" if weights is None else f" of --weights {weights}"
+        raise ValueError(
+            f"--step best: {folder} has no checkpoint at a step with an evaluation{of_weights}; name a "
+            f"--step, of {steps or 'none'}"
+        )
+    return min(found, key=lambda step: losses[step])
 
 
 def in_words(evaluation: Mapping[str, Any]) -> str:

@@ -14,10 +14,10 @@ from models.configs import DecoderConfig
 from models.expert_traffic import traffic_text
 from mxjax.products.implementations import choose_implementation
 from training.config import Config
-from training.deoscillation import parse_deoscillation
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
+from training.optimizer.deoscillation import parse_deoscillation
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase
 from training.plan import Plan

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from models.experts import summary
+from models.stacks import block_numbers
 from training.config import ObserveConfig
 from training.data.evaluation_sets import losses_of
 from training.log import throughput
@@ -271,7 +272,8 @@ def open_log(
             mlperf_log = stack.enter_context(MLPerfLog(mlperf_path, settings_of(plan), sequences, began))
             show, factor, skips = display.line, config.spike_factor, config.on_nonfinite == "skip"
             spikes = stack.enter_context(SpikeDetector(folder, factor, plan.batch_of, show, start))
-            nonfinite = NonFiniteGuard(folder, skips, plan.batch_of, layer_names(state.params), show)
+            names = layer_names(state.params, block_numbers(plan.model))
+            nonfinite = NonFiniteGuard(folder, skips, plan.batch_of, names, show)
         reporter = StepReporter(
             log,
             display,

@@ -5,7 +5,7 @@ import types
 from collections.abc import Mapping
 from typing import Literal
 
-from training.ranges import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INF, Range
+from training.flags.ranges import COUNT, DECAY, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INF, Range
 
 RANGES: Mapping[str, Range] = types.MappingProxyType(
     {
@@ -20,7 +20,7 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
         "consistent_rms": POSITIVE,
         "adam_lr": POSITIVE,
         "weight_decay": NOT_NEGATIVE,
-        "z_loss": NOT_NEGATIVE,
+        "z_loss": Range("0, or a positive float32 up to 1", lambda x: NOT_NEGATIVE.contains(x) and x <= 1),
         "ema": DECAY,
         "clip": POSITIVE_OR_INF,
     }
@@ -45,7 +45,7 @@ class OptimizerConfig:
     """Learning rate after the warm-up. cosine: half a cosine over the rest of the run; wsd: stable, then a
     decay over the last --decay steps; constant. The last two let a run be extended or branched."""
     decay: int | None = None
-    """Steps of wsd's decay. Default: a fifth of the run."""
+    """Steps of wsd's decay, which has to begin after the warm-up. Default: a fifth of the run."""
     decay_shape: Literal["linear", "1-sqrt"] = "linear"
     """Shape of wsd's decay: a line, or 1 minus the square root of the share that is over."""
     min_lr_ratio: float = 0.1
@@ -105,16 +105,40 @@ def check_logged(config: OptimizerConfig) -> None:
         raise ValueError(f"--mllog: MLPerf's log has no name for {flags}; leave that out, or add --no-mllog")
 
 
+_READERS: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType(
+    {
+        ("optimizer", "adamw or muon"): ("b1", "b2", "eps"),  # muon leaves some parameters to AdamW
+        ("optimizer", "muon or sgd"): ("momentum",),
+        ("optimizer", "muon"): ("consistent_rms", "adam_lr"),
+        ("schedule", "cosine or wsd"): ("min_lr_ratio",),
+        ("schedule", "wsd"): ("decay", "decay_shape"),
+    }
+)
+"""The flags that only some values of another one read."""
+
+
 def check_effect(config: OptimizerConfig, steps: int) -> None:
     """Raises ValueError if a flag has no effect, or the decay no room in a run of so many steps."""
-    if config.adam_lr is not None and config.optimizer != "muon":
-        raise ValueError(f"--adam-lr {config.adam_lr} is for --optimizer muon: {config.optimizer} takes --lr")
-    if config.decay is None:
-        return
+    for (of, readers), names in _READERS.items():
+        for name in names:
+            value, default = getattr(config, name), getattr(OptimizerConfig, name)
+            if value != default and (chosen := getattr(config, of)) not in readers.split(" or "):
+                remedy = "leave it out" if default is None else f"leave it at {default}"
+                flag = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{flag} is for --{of} {readers}, and not for {chosen}; {remedy}")
+    if config.no_decay and not config.weight_decay:
+        raise ValueError("--no-decay leaves parameters out of --weight-decay, which is 0; leave it out")
     if config.schedule != "wsd":
-        raise ValueError(f"--decay {config.decay} is for --schedule wsd, and not for {config.schedule}")
-    if (least := config.warmup_steps + config.decay) > steps:
+        return
+    decay = decay_steps(config, steps)
+    if (least := config.warmup_steps + decay) > steps:
+        own = f"--schedule wsd: a decay of {decay} steps, a fifth of the run,"
         raise ValueError(
-            f"--decay {config.decay} and --warmup-steps {config.warmup_steps} take {least} steps, more than "
-            f"--steps {steps}"
+            f"{own if config.decay is None else f'--decay {decay}'} and --warmup-steps {config.warmup_steps} "
+            f"take {least} steps, more than --steps {steps}; lower --warmup-steps"
         )
+
+
+def decay_steps(config: OptimizerConfig, steps: int) -> int:
+    """Returns the length of wsd's decay in a run of so many steps, by default a fifth of them."""
+    return config.decay or max(steps // 5, 1)

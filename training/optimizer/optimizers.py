@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool
 
 from models.configs import DecoderConfig
 from models.decoder import abstract_params
+from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies
-from training.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 from training.optimizer.average import averaging
 from training.optimizer.bfloat16 import with_bfloat16_moments, with_bfloat16_parameters
 from training.optimizer.config import OptimizerConfig
+from training.optimizer.deoscillation import check_policies, parse_deoscillation, snap_oscillating
 from training.optimizer.muon import is_matrix, muon
 
 _VECTORS = ("scale", "bias", "sinks")
@@ -37,7 +38,7 @@ def optimizer_of(
     optimizer = make_optimizer(config, model)
     parts: list[optax.GradientTransformation] = []
     if deoscillate is not None:
-        parts.append(snap_oscillating(parse_deoscillation(deoscillate), layers))
+        parts.append(snap_oscillating(parse_deoscillation(deoscillate), layers, block_numbers(model)))
     if model.experts is not None and model.experts.balance_rate:
         parts.append(balance_experts(model.experts.balance_rate))
     optimizer = optax.chain(optimizer, *parts) if parts else optimizer

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from training.optimizer.config import OptimizerConfig
+from training.optimizer.config import OptimizerConfig, decay_steps
 
 
 def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> optax.Schedule:
@@ -45,8 +45,3 @@ def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> opta
         return numpy.where(step <= warmup, rising, falling)
 
     return schedule
-
-
-def decay_steps(config: OptimizerConfig, steps: int) -> int:
-    """Returns the length of wsd's decay in a run of so many steps, by default a fifth of them."""
-    return config.decay or max(steps // 5, 1)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,11 @@ from training.trainer import as_stored, memory_of_run
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "fp4", "full")  # from most to least memory
 _MORE_DEVICES = 4  # doublings to try
+# GB of memory by the data sheets of NVIDIA H100 SXM and H200, and of AMD Instinct MI355X.
+_GPUS = types.MappingProxyType({"H100": 80, "H200": 141, "MI355X": 288})
+# JAX takes the first share of a GPU's memory by default (docs.jax.dev, "GPU memory allocation"); the second
+# leaves room for libraries.
+_SHARES = types.MappingProxyType({0.75: "fits", 0.92: "fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"})
 
 
 class Setting(NamedTuple):
@@ -95,7 +101,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(config: Config) -> str:
-    """Returns the estimate, whether it fits a device of this machine, and else what to change, in lines.
+    """Returns the estimate, the GPUs and whether a device of this machine fit it, and else what to change.
 
     Without --data the model has its own vocabulary, and a mask of documents unless --document-mask is off.
 
@@ -117,6 +123,7 @@ def forecast(config: Config) -> str:
         f"{'no' if outline.documents is None else 'a'} mask of documents",
         f"memory a device with {_flags(given)}: {needed}",
         *traffic_text(model, given.mesh, config.data.tokens_a_step, config.expert_traffic),
+        gpus_in_words(needed.total),
     ]
     device = f"the {gib(there_is)} GiB of a device here ({jax.local_devices()[0].device_kind})"
     if needed.total <= there_is:
@@ -129,6 +136,15 @@ def forecast(config: Config) -> str:
             return "\n".join(lines)
     lines.append("none of them fits: shorten --seq-len, or choose a smaller --model or more devices")
     return "\n".join(lines)
+
+
+def gpus_in_words(size: float) -> str:
+    """Returns which GPUs have room for so many bytes in each, as a line."""
+    said = []
+    for name, gigabytes in _GPUS.items():
+        words = (words for share, words in _SHARES.items() if size <= share * gigabytes * 1e9)
+        said.append(f"{name} ({gigabytes} GB) {next(words, 'is too small')}")
+    return f"GPUs: {', '.join(said)}"
 
 
 def _outline(config: Config) -> Forecast:

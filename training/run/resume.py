@@ -80,7 +80,7 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
     assert begun is not None
     changes: dict[str, Any] = {}
     if decay is not None:
-        optimizer = dataclasses.replace(begun.optimizer, schedule="wsd", decay=None)
+        optimizer = dataclasses.replace(begun.optimizer, schedule="wsd", decay=decay)
         changes = {"optimizer": optimizer, "steps": step + decay}
     observe = dataclasses.replace(begun.observe, profile=None)
     changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}

@@ -25,6 +25,7 @@ from models.experts import check_policies
 from models.huggingface.files import small_files
 from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
+from mxjax.runtime.checkout import commit
 from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
@@ -305,7 +306,7 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "tokenizer": plan.tokenizer,
         **({} if plan.documents is None else {"documents": plan.documents._asdict()}),
         "implementation": choose_implementation(plan.config.precision.implementation),
-        "environment": facts(),
+        "environment": facts() | ({} if (code := commit()) is None else {"commit": code}),
         "mesh": dict(plan.mesh.shape),
     }
 

@@ -12,7 +12,7 @@ import tyro
 from models.received import read_object
 from training.data.tokenizer import END_OF_DOCUMENT, end_of_document, load_tokenizer
 from training.files import make_absolute, write_atomically
-from training.ranges import at_most, check_ranges
+from training.flags.ranges import at_most, check_ranges
 from training.tokenize import workers
 from training.tokenize.documents import WRITTEN
 

@@ -13,16 +13,21 @@ from support.llamas import SMALL, layer_policies
 import mxjax
 from models import decoder
 from mxjax.policy.layers import LayerPolicies
-from training import deoscillation
 from training.config import Config, PrecisionConfig
-from training.deoscillation import Deoscillation, check_policies, parse_deoscillation, snap_oscillating
 from training.log.report import late_flags
+from training.optimizer import deoscillation
+from training.optimizer.deoscillation import (
+    Deoscillation,
+    check_policies,
+    parse_deoscillation,
+    snap_oscillating,
+)
 from training.phases import expand
 
 
 @functools.cache
 def golden():
-    with np.load(pathlib.Path(__file__).parents[1] / "golden" / "deoscillation.npz") as file:
+    with np.load(pathlib.Path(__file__).parents[2] / "golden" / "deoscillation.npz") as file:
         return dict(file)
 
 

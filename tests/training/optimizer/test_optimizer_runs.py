@@ -9,8 +9,11 @@ from support.programs import run_compiled
 from support.runs import lines, resume, run, weights, without_time
 
 from analysis.evaluate import EvalConfig
+from analysis.restore import RunArguments, restore
 from eval import evaluate
+from training.huggingface import export_checkpoint
 
+BEST = "--policy bf16 --ema 0.6 --steps 4 --checkpoint-every 2 --eval-every 2"
 BFLOAT16 = "--optimizer muon --moments bfloat16 --master bfloat16"
 RUNS = (
     f"{BFLOAT16} --adam-lr 1e-3 --ema 0.6 --z-loss 1e-3",
@@ -52,3 +55,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
     steps = [r for r in lines(tmp_path / "whole") if "loss" in r]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert without_time(lines(tmp_path / "resumed"))[-2:] == without_time(lines(tmp_path / "whole"))[-2:]
+
+
+def test_the_best_step_is_that_of_the_weights_that_are_used(text, tmp_path):
+    out = tmp_path / "run"
+    run(text, out, *BEST.split())
+    metrics = out / "metrics.jsonl"
+    records = [
+        record
+        | ({"eval_loss": record["step"], "ema_eval_loss": -record["step"]} if "eval_loss" in record else {})
+        for record in lines(out)
+    ]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for chosen, step, loss in ((None, 2, "2.0000"), ("ema", 4, "-4.0000")):
+        assert restore(RunArguments(out, step="best", weights=chosen)).step == step
+        target = tmp_path / f"export-{step}"
+        export_checkpoint(out, target, step="best", weights=chosen)
+        assert f"| Validation loss | {loss} at step {step} |" in (target / "README.md").read_text()
+    without = [{k: v for k, v in record.items() if k != "ema_eval_loss"} for record in records]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in without))
+    for use in (
+        lambda: restore(RunArguments(out, step="best", weights="ema")),
+        lambda: export_checkpoint(out, tmp_path / "none", step="best", weights="ema"),
+    ):
+        with pytest.raises(ValueError, match=r"evaluation of --weights ema; name a --step, of \[2, 4\]"):
+            use()

@@ -36,14 +36,14 @@ def test_warm_up_and_cosine():
     ("flags", "rates"),
     [
         ("--schedule constant", {0: 1, 4: 5, 5: 5, 99: 5, 500: 5}),
-        ("--schedule wsd --decay 40", {4: 5, 60: 5, 80: 3, 99: 1 + 4 / 40, 100: 1}),
-        ("--schedule wsd --decay 40 --decay-shape 1-sqrt", {60: 5, 70: 3, 100: 1}),
-        ("--schedule wsd", {80: 5, 90: 3, 100: 1}),
+        ("--min-lr-ratio 0.2 --schedule wsd --decay 40", {4: 5, 60: 5, 80: 3, 99: 1 + 4 / 40, 100: 1}),
+        ("--min-lr-ratio 0.2 --schedule wsd --decay 40 --decay-shape 1-sqrt", {60: 5, 70: 3, 100: 1}),
+        ("--min-lr-ratio 0.2 --schedule wsd", {80: 5, 90: 3, 100: 1}),
     ],
 )
 def test_other_schedules_by_hand(flags, rates):
     """Of 100 steps, a peak of 5, a final fifth of it and 4 steps of warm-up."""
-    flags = f"--lr 5 --steps 100 --warmup-steps 4 --min-lr-ratio 0.2 {flags}"
+    flags = f"--lr 5 --steps 100 --warmup-steps 4 {flags}"
     config = parse(flags.split())
     for numpy in (np, jnp):
         schedule = learning_rate(config.optimizer, config.steps, numpy)
@@ -54,9 +54,27 @@ def test_other_schedules_by_hand(flags, rates):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--adam-lr 1e-3", "--adam-lr 0.001 is for --optimizer muon: adamw takes --lr"),
-        ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine"),
-        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300"),
+        ("--adam-lr 1e-3", "--adam-lr 0.001 is for --optimizer muon, and not for adamw; leave it out"),
+        (
+            "--momentum 0.9",
+            "--momentum 0.9 is for --optimizer muon or sgd, and not for adamw; leave it at 0.95",
+        ),
+        ("--consistent-rms None", "--consistent-rms None is for --optimizer muon, and not for adamw"),
+        ("--optimizer sgd --b2 0.9", "--b2 0.9 is for --optimizer adamw or muon, and not for sgd"),
+        ("--optimizer sgd --eps 1e-8", "--eps 1e-08 is for --optimizer adamw or muon, and not for sgd"),
+        ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine; leave it out"),
+        ("--decay-shape 1-sqrt", "--decay-shape 1-sqrt is for --schedule wsd, and not for cosine"),
+        ("--schedule constant --min-lr-ratio 0", "is for --schedule cosine or wsd, and not for constant"),
+        (
+            "--no-decay head --weight-decay 0",
+            "--no-decay leaves parameters out of --weight-decay, which is 0",
+        ),
+        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300; lower"),
+        (
+            "--schedule wsd --steps 36",
+            "--schedule wsd: a decay of 7 steps, a fifth of the run, and --warmup-steps 30 take 37 steps, "
+            "more than --steps 36; lower --warmup-steps",
+        ),
         (
             "--preset mlperf-llama3.1-8b --ema 0.9 --no-decay head",
             "--mllog: MLPerf's log has no name for --no-decay, --ema; leave that out, or add --no-mllog",
@@ -67,6 +85,18 @@ def test_flags_without_effect_room_or_record_are_refused(flags, said, capsys):
     with pytest.raises(SystemExit):
         parse(flags.split())
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--optimizer sgd --momentum 0.9 --schedule constant",
+        "--optimizer muon --b1 0.8 --momentum 0.9 --adam-lr 1e-3 --consistent-rms None",
+        "--b1 0.8 --b2 0.9 --eps 1e-8 --schedule wsd --decay-shape 1-sqrt --min-lr-ratio 0",
+    ],
+)
+def test_a_flag_that_the_optimizer_and_the_schedule_read_is_taken(flags):
+    assert isinstance(parse(flags.split()), Config)
 
 
 def test_a_warm_up_that_outlasts_the_run_is_named_with_the_highest_learning_rate():

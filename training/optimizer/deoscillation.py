@@ -14,7 +14,8 @@ in BF16, so that a weight moves from its rounded value; the quantized one is exa
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +25,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from models.gemms import LINEAR_LAYERS
+from models.stacks import DENSE
 from mxjax.numerics.array import dequantize
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
-from training.ranges import COUNT, POSITIVE
+from training.flags.ranges import COUNT, POSITIVE
 
 _SMALLEST = 1e-12  # as in the source
 
@@ -115,7 +117,11 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
             )
 
 
-def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.GradientTransformation:
+def snap_oscillating(
+    setting: Deoscillation,
+    layers: LayerPolicies,
+    numbers: Mapping[str, Sequence[int]] = types.MappingProxyType({}),
+) -> optax.GradientTransformation:
     """Returns the last part of an optimizer, which snaps the weights of `models.decoder` that oscillate.
 
     Updates of elements that do not oscillate stay as they are, bit for bit. The others lead to the quantized
@@ -124,6 +130,7 @@ def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.Gra
     Args:
       setting: when weights are snapped.
       layers: the policies whose Fprop quantizes the weights.
+      numbers: of blocks of two kinds, from `models.stacks.block_numbers`.
     """
 
     def init(params):
@@ -140,7 +147,7 @@ def snap_oscillating(setting: Deoscillation, layers: LayerPolicies) -> optax.Gra
         ends = place == min(window + 1, setting.period)
 
         def observe():
-            new, old = quantized_weights(after, layers), quantized_weights(before, layers)
+            new, old = (quantized_weights(w, layers, numbers) for w in (after, before))
             start = jax.tree.map(lambda w: w.astype(jnp.bfloat16), before) if setting.bf16 else before
             moved = jax.tree.map(add, state.weight, start, after)
             moved_quantized = jax.tree.map(add, state.quantized, old, new)
@@ -171,14 +178,17 @@ def oscillates(
     return (moved > 0) & (moved_quantized / jnp.maximum(moved, _SMALLEST) >= ratio)
 
 
-def quantized_weights(params: Any, layers: LayerPolicies) -> Any:
+def quantized_weights(
+    params: Any, layers: LayerPolicies, numbers: Mapping[str, Sequence[int]] = types.MappingProxyType({})
+) -> Any:
     """Returns the parameters as the Fprop multiplies them, unchanged where it does not take 4 bits."""
 
     def quantized(path, w):
-        name = ".".join(str(key.key) for key in path).removeprefix("blocks.")
-        if name not in LINEAR_LAYERS:
+        parameter = ".".join(str(key.key) for key in path).removeprefix("blocks.")
+        if (name := parameter.replace(DENSE, "mlp")) not in LINEAR_LAYERS:
             return w
-        operands = [_operand(layers[f"blocks.{i}.{name}"]) for i in range(w.shape[0])]
+        of_stack = numbers.get(parameter.partition(".")[0], range(w.shape[0]))
+        operands = [_operand(layers[f"blocks.{i}.{name}"]) for i in of_stack]
         for operand in dict.fromkeys(operands):
             if operand is not None:
                 mine = jnp.array([other == operand for other in operands])

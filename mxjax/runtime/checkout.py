@@ -1,0 +1,22 @@
+"""The commit of the checkout from which mxjax runs, for records."""
+
+import pathlib
+import subprocess
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def commit(root: pathlib.Path = _ROOT) -> str | None:
+    """Returns the commit of a checkout, with "-dirty" if tracked files differ from it; None without git.
+
+    A folder that merely lies within a checkout, as an environment with mxjax installed does, has none.
+    """
+    if not (root / ".git").exists():
+        return None
+    # Without locks, since another git may be at work there.
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
