@@ -57,8 +57,9 @@ def check_traffic(traffic: Traffic | None, policies: LayerPolicies, owners: int)
             f"--expert-traffic {traffic} packs tokens that travel along the mesh axis expert; add --mesh "
             "expert=N, or leave it out"
         )
-    for name, policy in policies.items():
-        if name.endswith("mlp.gate_up") and (reason := _inexact(policy)) is not None:
+    routed = [name.removesuffix("router") for name, _ in policies.items() if name.endswith("mlp.router")]
+    for name in (f"{block}gate_up" for block in routed):
+        if (reason := _inexact(policies[name])) is not None:
             raise ValueError(f"--expert-traffic {traffic} cannot give {name} its own results: {reason}")
 
 
@@ -93,7 +94,7 @@ def traffic_text(
     if config.experts is None or sizes["expert"] == 1:
         return []
     devices = math.prod(sizes[axis] for axis in RULES["rows"] or ())
-    rows = config.n_layers * tokens * config.experts.active * (devices - 1) // devices**2
+    rows = (config.n_layers - config.n_dense) * tokens * config.experts.active * (devices - 1) // devices**2
     whole, packed = 2 * rows * config.d_model, rows * row_bytes(config.d_model)
     there = f"{whole:,} bytes of tokens"
     if traffic is not None:

@@ -188,6 +188,16 @@ def test_packed_tokens_are_refused_where_they_would_change_results(policy, owner
         check_traffic("fp4", layer_policies(model, policy), owners)
 
 
+def test_blocks_without_experts_send_no_tokens():
+    model = dataclasses.replace(get_config("moe-tiny"), dense_d_ff=(256, 0, 0, 0))
+    policies = layer_policies(model, "tetrajet", [("blocks[0].mlp.*", "bf16")])
+    check_traffic("fp4", policies, 2)
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.gate_up"):
+        check_traffic("fp4", layer_policies(model, "tetrajet", [("blocks[:2].mlp.*", "bf16")]), 2)
+    [text] = traffic_text(model, parse_mesh("expert=2", 2), 512, None)
+    assert "196,608 bytes of tokens" in text  # three quarters of those below
+
+
 def test_what_is_advised_is_taken():
     primus = mxjax.set_fields(mxjax.get_policy("primus_turbo"), ["wgrad.lhs.source=dequantized"])
     for policy in (primus, "tetrajet", "lumen_dequantized"):
