@@ -76,6 +76,7 @@ SIGNATURES = {
         ("four_over_six", None),
         ("eden", None),
         ("split_tokens", None),
+        ("scaling", "current"),
     ],
     "Rotation": [
         ("size", 16),
