@@ -43,7 +43,7 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
 
 
 def import_in_words(run: pathlib.Path, model: DecoderConfig) -> str:
-    """Returns what was imported as a run, and what to do with it next, in two lines."""
+    """Returns two lines for the terminal: the imported model and its run, and the command that trains it."""
     tokenizer = own_tokenizer(run)
     first = "" if tokenizer is None else f"take text and {how_to_tokenize(tokenizer)}; then "
     train = f"python train.py --init {shlex.quote(str(run))} --data PREFIX --lr 2e-5 --out OUT"
@@ -51,7 +51,7 @@ def import_in_words(run: pathlib.Path, model: DecoderConfig) -> str:
 
 
 def export_in_words(folder: pathlib.Path, model: DecoderConfig, step: int, stored: str) -> str:
-    """Returns what was exported, see `model_card`, and what to do with it next, in two lines."""
+    """Returns two lines for the terminal: the exported model and its folder, and a command that loads it."""
     path = shlex.quote(str(folder))
     if (folder / "model.gguf").exists():
         then = f"serve it: llama-server -m {path}/model.gguf"

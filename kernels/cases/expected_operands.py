@@ -215,7 +215,7 @@ def cast_computed_outputs(
 
 
 def _computed_values(inputs: Arrays, kind: str) -> np.ndarray:
-    """Returns what the kernels cast, in bfloat16."""
+    """Returns RMSNorm, SwiGLU or its gradient of the inputs, in bfloat16, which the kernels cast to FP8."""
     if kind == "normed":
         x, factors, scale = (inputs[name].astype(np.float64) for name in ("x", "factors", "scale"))
         return (x * factors[..., None] * scale[:, None, :]).astype(ml_dtypes.bfloat16)

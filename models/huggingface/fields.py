@@ -18,6 +18,7 @@ def coefficient(raw: Mapping[str, Any], name: str) -> float | None:
 
 
 def unsupported(name: str, value: object, why: str) -> ValueError:
+    """Returns the error for a field of config.json that changes values; `why` is a clause."""
     return ValueError(
         f"config.json: {name} is {short(value)}, and {why}; "
         "remove it if the model was trained without it, else it cannot be imported"

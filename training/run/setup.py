@@ -129,7 +129,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
 
 
 class Choice(NamedTuple):
-    """What a run computes.
+    """The configuration and the model of a run, and the run that it continues.
 
     Attributes:
       source: the folder of the run that is continued, or None.
