@@ -23,13 +23,6 @@ BATCH = jax.random.randint(jax.random.key(1), (4, 65), 0, SMALL.vocab_size, jnp.
 KEY = jax.random.key(2)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
-
-
 @functools.cache
 def first_params():
     return decoder.init(SMALL, jax.random.key(0))

@@ -35,13 +35,6 @@ FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmu
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
-
-
-@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A random Llama with a vocabulary of 300, as a Hugging Face checkpoint with a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")

@@ -26,13 +26,6 @@ FLAGS = "--lora 4 --policy weight_only --lr 1e-2 --batch-size 4 --seq-len 32 --e
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
-
-
-@pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint in MXFP4 as compressed-tensors packs it, imported as it is."""
     folder = tmp_path_factory.mktemp("base")
