@@ -156,7 +156,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool 
             "imported": str(source),
         }
         write_run_config(folder, values)
-    return import_in_words(run, config)
+    return import_in_words(run, config, packed=packed)
 
 
 def export_checkpoint(
