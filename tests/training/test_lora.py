@@ -17,7 +17,8 @@ from analysis.evaluate import EvalConfig
 from models import decoder, lora
 from models.gemms import LINEAR_LAYERS
 from training.command_line import parse
-from training.huggingface import export_checkpoint, import_checkpoint
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
 from training.memory import device_bytes
 from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_tree
