@@ -24,7 +24,7 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 PROMPT, LENGTH = "line 7: the square", 12
-TASK = pathlib.Path(__file__).parents[1] / "support" / "lm_eval_task"
+TASK = pathlib.Path(__file__).parents[2] / "support" / "lm_eval_task"
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from training.run.record import to_json
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]
 
 
