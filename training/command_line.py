@@ -84,6 +84,8 @@ def flags[T](
     except SystemExit as error:
         if error.code != 2:
             raise
+    except ValueError as error:  # of a dataclass in another; tyro takes those of the outermost one alone
+        raise refusal(str(error), program or program_name()) from None
     message = in_one_line(errors.getvalue())
     if message.startswith((_UNKNOWN, "Missing from")):
         message = message.partition(_SUGGESTION)[0]  # tyro compares values too, as of --polcy=bf16
