@@ -76,6 +76,10 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
         ("--zzzzz=3", "Unrecognized options: --zzzzz=3; see"),
         ("--tensorboard=true", "Unrecognized options: true; --tensorboard takes no value; see"),
         ("--tensorboard true --lr 1", "Unrecognized options: true; --tensorboard takes no value; see"),
+        (
+            "--resume a --decay 4 --out b",
+            "--resume takes no value: --resume --out RUN continues a run, --branch",
+        ),
         ("--steps 1 true", "Unrecognized options: true; see"),
         ("--steps 1.5", "Error parsing --steps: invalid literal for int() with base 10: '1.5'; see"),
         ("--remat x", "Expected one of ('none', 'dots', 'fp4', 'full'); see"),
