@@ -122,10 +122,10 @@ class Decoder(nnx.Module):
         """
         parts = sequence_parts(mesh_sizes(), *tokens_BS.shape)
         windows = block_windows(self.config, tokens_BS.shape[1])
-        has_mask = windows is not None or parts > 1
-        rope, starts_BS = _positions(self.config, tokens_BS, documents, has_mask)
-        if parts > 1 and starts_BS is not None:
-            starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
+        rope, starts_BS = _positions(self.config, tokens_BS, documents, windows is not None)
+        if parts > 1:
+            if starts_BS is not None:
+                starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
             rope = cut(jnp.broadcast_to(rope, (*tokens_BS.shape, rope.shape[2])), parts)
             tokens_BS = cut(tokens_BS, parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
