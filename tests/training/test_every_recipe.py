@@ -27,7 +27,7 @@ from training.step import ScheduledStep, init_state, make_train_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 2, 32, 32
 MODEL = dataclasses.replace(get_config("tiny"), vocab_size=VOCABULARY, n_layers=2)
-PUBLISHED = sorted(name for name in mxjax.policies() if name not in ladder())
+PUBLISHED = sorted(mxjax.policies().keys() - ladder().keys())
 GROUPS = list(itertools.batched(PUBLISHED, len(LINEAR_LAYERS)))
 
 
