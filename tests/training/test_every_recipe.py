@@ -68,8 +68,14 @@ def train(layers, precision=PrecisionConfig()):  # noqa: B008
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
+        for i, names in enumerate(GROUPS)
+    ],
+    ids=" ".join,
+)
 def test_recipes_train(names):
     rules = [(f"blocks.*.{layer}", name) for layer, name in zip(LINEAR_LAYERS, names, strict=False)]
     losses = train(layer_policies(MODEL, "bf16", rules))
