@@ -96,6 +96,7 @@ def found(named, tensor):
     return np.stack(experts)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_those_of_transformers(architecture):
     _, run, golden = architecture
     config, params = params_of(run)

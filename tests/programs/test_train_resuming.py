@@ -163,6 +163,7 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, 
     assert untimed(out) == untimed(finished)
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_the_restored_step_does_not_end_the_run(text, tmp_path):
     out = tmp_path / "run"
     run(text, out, "--policy", "bf16", "--checkpoint-every", "4", "--eval-every", "100", "--stop-after", "5")

@@ -126,7 +126,8 @@ def test_adapters_and_packed_weights_are_counted():
     assert 0.5 < allocated / estimate.total < 2
 
 
-@pytest.mark.parametrize("moments", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_muon_s_moments_and_temporary_arrays_are_counted(moments):
     """The parameters have the moments' type."""
     model = DecoderConfig(257, 256, 2, 4, 4, 64, 688)

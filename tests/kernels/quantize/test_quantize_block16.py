@@ -109,7 +109,7 @@ def test_tensors_that_have_no_scale_of_their_own(value):
     check("to nearest, both", jnp.zeros((16, 32)).at[3, 5].set(value), (-1, -2))
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("axis", [pytest.param(-1, marks=pytest.mark.slow), -2])
 def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
     """By the kernel's operand, K-major and without its tensor scale, in place of the values."""
     x = draw_tensor(np.random.default_rng(2), (64, 128), "wide", "bfloat16")

@@ -85,7 +85,7 @@ def draw_mlp(rng, tokens, d, width, spread=0):
     return jnp.asarray(x, jnp.bfloat16), *(jnp.asarray(w, jnp.float32) for w in weights)
 
 
-@pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
+@pytest.mark.parametrize("implementation", ["fp8_carriers", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_gated_mlp_has_the_result_and_the_gradients_of_two_products(on_hopper, monkeypatch, implementation):
     policies = [mxjax.get_policy("wgrad_hadamard"), mxjax.get_policy("wgrad")]
     arrays = draw_mlp(np.random.default_rng(2), (2, 40), 64, 96, spread=2)

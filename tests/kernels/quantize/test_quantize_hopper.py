@@ -49,7 +49,9 @@ def test_as_defined(rows, columns, kind):
     )
 
 
-@pytest.mark.parametrize("shape", [pytest.param((128, 256), marks=pytest.mark.slow), (2, 1, 8), (3, 200, 48)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 8), *(pytest.param(s, marks=pytest.mark.slow) for s in ((128, 256), (3, 200, 48)))]
+)
 def test_shapes(shape):
     x = draw_tensor(np.random.default_rng(1), shape, "wide", "bfloat16")
     assert_as_defined(x, ROWS, H16)

@@ -110,6 +110,7 @@ def test_the_last_output_gradient_is_that_of_the_mean_loss(in_float32):
     assert found["blocks.1.mlp.down"]["amax"]["dy"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_products_in_float32_have_no_error_and_policies_are_each_layer_s_own():
     rules = [("*", "fp32"), ("blocks[1].mlp.*", "wgrad")]
     _, found = layer_stats(layer_policies(CONFIG, "fp32", rules))
