@@ -155,7 +155,9 @@ def check_policies(
     """
     if owners > 1 and config.experts is None:
         raise ValueError(f"--mesh expert={owners} shards experts and the model has none; use another axis")
-    x, w, size = (jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, "f4"), (3, "f4"), (1, "i4")))
+    # Without rows no kernel is traced, which would be compiled with the program's.
+    shapes = (((0, 1), "f4"), ((1, 1, 1), "f4"), ((1,), "i4"))
+    x, w, size = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
     def product(policy, x, w, size):
         key = jax.random.key(0)
