@@ -29,7 +29,7 @@ from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.products.ragged import check_on_mesh
-from mxjax.runtime.remat import keep_products
+from mxjax.runtime.remat import recomputed
 
 
 class Routing(NamedTuple):
@@ -93,13 +93,10 @@ class Experts(nnx.Module):
 
     def _mlp(self, x_AD, down, order: Order | Exchange, gemms: BlockGemms) -> Float[Array, "A D"]:
         """Returns the MLP of each row's expert."""
-
-        def gated(x_AD, gate_up):
-            y = gemms.ragged_dot("mlp.gate_up", x_AD, gate_up, order)
-            y = _biased(y, self.gate_up_bias, order)
-            return swiglu(y) if self.config.clamped is None else clamped_swiglu(y, self.config.clamped)
-
-        gated_AF = keep_products(gated)(x_AD, self.gate_up[...])
+        clamped = self.config.clamped
+        activation = swiglu if clamped is None else functools.partial(clamped_swiglu, config=clamped)
+        y_AN = gemms.ragged_dot("mlp.gate_up", x_AD, self.gate_up[...], order)
+        gated_AF = recomputed(activation)(_biased(y_AN, self.gate_up_bias, order))
         y_AD = gemms.ragged_dot("mlp.down", gated_AF, down, order)
         return _biased(y_AD, self.down_bias, order)
 
