@@ -92,7 +92,7 @@ def correct_experts(
         **correct.constants_of(m, n, BLOCK * blocks, tiles, has_groups)
         | {"PARTS": 1, "RUN": run, "SUMS": y.ndim == 3},
     )
-    # Never true, which XLA cannot know. In a loop it would else have the kernel write the loop's result itself
+    # Never true, which XLA cannot know. In a loop it would else let the kernel write the loop's result,
     # and forget that this has the memory of y (its DynamicSliceFusionRewriter sets no aliasing): all but the
     # recomputed rows would be missing.
     return jnp.where(places[0][-1] < 0, 0, corrected).astype(y.dtype)
