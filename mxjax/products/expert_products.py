@@ -20,6 +20,7 @@ from mxjax.numerics.blocks import pad
 from mxjax.operands.kernel_operand import KernelOperand, decode
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
+from mxjax.products.expert_groups import multiply_ragged
 from mxjax.products.expert_runs import Runs, runs_of
 from mxjax.products.implementations import KEPT
 from mxjax.products.linear import CARRIERS, Options
@@ -164,14 +165,12 @@ def _places(runs: Runs) -> Any:
 
 
 def _by_xla(lhs: jax.Array, rhs: jax.Array, runs: Runs, precision: lax.PrecisionLike) -> jax.Array:
-    """Returns the product of K-major operands in float32 by `jax.lax.ragged_dot_general`."""
+    """Returns the product of K-major operands in float32 without kernels."""
     of_rows = rhs.ndim == 3
     if of_rows:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     else:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
     sizes = -(-runs.sizes // runs.run) * runs.run
-    y: jax.Array = lax.ragged_dot_general(
-        lhs, rhs, sizes, numbers, precision, preferred_element_type=jnp.float32
-    )
+    y = multiply_ragged(lhs, rhs, sizes, numbers, precision)
     return runs.by_row(y) if of_rows else y
