@@ -20,6 +20,7 @@ from mxjax.numerics.blocks import pad
 from mxjax.operands.kernel_operand import KernelOperand, decode
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
+from mxjax.products.expert_groups import multiply_ragged
 from mxjax.products.expert_runs import Runs, runs_of
 from mxjax.products.implementations import KEPT
 from mxjax.products.linear import CARRIERS, Options
@@ -173,7 +174,7 @@ def _places(runs: Runs) -> Any:
 def _by_xla(
     lhs: Prepared, rhs: Prepared, factors: list, runs: Runs, precision: lax.PrecisionLike
 ) -> Float[Array, "..."]:
-    """Returns the product in float32 by `jax.lax.ragged_dot_general`."""
+    """Returns the product in float32 without kernels."""
     match lhs, rhs:
         case KernelOperand(), KernelOperand():
             left, right = (q.elements if q.scales is None else decode(q) for q in (lhs, rhs))
@@ -188,9 +189,7 @@ def _by_xla(
     else:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
     sizes = -(-runs.sizes // runs.run) * runs.run
-    y: jax.Array = lax.ragged_dot_general(
-        left, right, sizes, numbers, precision, preferred_element_type=jnp.float32
-    )
+    y = multiply_ragged(left, right, sizes, numbers, precision)
     for factor in factors:
         y = y * factor
     return runs.by_row(y) if of_rows else y

@@ -66,13 +66,14 @@ def ragged_dot(
       w: weights of the experts. Pass float32 master weights, as in `dot`.
       group_sizes: numbers of rows, which may be zero. A numpy array is static, and checked; in a JAX array
         sizes that are negative or exceed x's rows are not noticed.
-      implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general`, which XLA runs as a
-        product of all rows with all experts, and quantize without kernels. "fp8_carriers" and "triton"
-        multiply as in `dot`, by one launch for all experts, whose rows are filled up to a multiple of 128
-        and of 256. None: on CUDA those of `dot` by kernels, whatever the policy; elsewhere "xla".
+      implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general`, which GPUs run as a
+        product of all rows with all experts, on CPUs by a loop that multiplies each row once, and quantize
+        without kernels. "fp8_carriers" and "triton" multiply as in `dot`, by one launch for all experts,
+        whose rows are filled up to a multiple of 128 and of 256. None: on CUDA those of `dot` by kernels,
+        whatever the policy; elsewhere "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
-    Special values: rows of no expert are zero, whatever x has there. By "reference" and "xla" a NaN in the
-      weights of one expert makes every row NaN, as in `jax.lax.ragged_dot`; by kernels its own alone.
+    Special values: rows of no expert are zero, whatever x has there. A NaN in the weights of one expert makes
+      its rows NaN; on GPUs by "reference" and "xla" every row, as in `jax.lax.ragged_dot`.
     Raises:
       ValueError: static sizes that are negative or exceed x's rows.
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
