@@ -93,7 +93,7 @@ def correct_experts(
         **correct.constants_of(m, n, BLOCK * blocks, tiles, has_groups)
         | {"PARTS": 1, "RUN": run, "SUMS": y.ndim == 3},
     )
-    # Without a barrier, XLA lets the kernel write the result of a loop around it, and forgets that this has the
+    # Without a barrier, XLA lets the kernel write the result of a loop around it, and forgets that it has the
     # memory of y (its DynamicSliceFusionRewriter sets no aliasing): all but the recomputed rows are missing.
     return lax.optimization_barrier(corrected).astype(y.dtype)
 
