@@ -35,13 +35,14 @@ from mxjax.runtime.devices import Target, current_target
 RUN = 256
 """Divides the rows of a run: every tile's rows, and its columns along the contracted axis, divide it."""
 
-VALUES = {1: Tiles(128, 128, 128, warps=4, stages=3), 2: Tiles(128, 256, 64, warps=8, stages=3)}
-"""Tiles of arrays in FP8 and bfloat16, by the bytes of an element.
+VALUES = {1: Tiles(128, 128, 128, warps=4, stages=3), 2: Tiles(128, 128, 64, warps=4, stages=3)}
+"""Tiles of arrays in FP8 and bfloat16, by the bytes of an element, in the shared memory of every GPU.
 
 On H100 a GEMM of Mixtral 8x7B's experts takes 3.7 to 4.3 ms in FP8, and as long with tiles of 256x128 and 8
 warps, which take longer for many small experts. By pointers in place of descriptors it takes 4.2 to 4.4 ms.
-In bfloat16 it takes 5.3 to 5.5 ms, and 6.7 to 7.2 with tiles of 128x128 and 4 warps.
 """
+WIDE = Tiles(128, 256, 64, warps=8, stages=3)
+"""Tiles in bfloat16 where shared memory suffices: on H100 5.3 to 5.5 ms, and 6.7 to 7.2 by the others."""
 
 
 class Places(NamedTuple):
@@ -174,10 +175,9 @@ def launch_fp4(
 
 
 def _plain(lhs, left, rhs, right, places: Places, k_first: bool, dtype, target) -> jax.Array:
-    del target
     if knobs.runtime.interpret and lhs.dtype == jnp.bfloat16:  # whose bits its dot takes for integers
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    return launch_values((lhs, left), (rhs, right), places, dtype, k_first=k_first)
+    return launch_values((lhs, left), (rhs, right), places, dtype, target, k_first=k_first)
 
 
 def launch_values(
@@ -185,6 +185,7 @@ def launch_values(
     rhs: tuple[jax.Array, jax.Array],
     places: Places,
     dtype,
+    target: Target | None,
     *,
     k_first: bool = False,
 ) -> Float[Array, "..."]:
@@ -196,6 +197,8 @@ def launch_values(
     """
     (m, k), n = lhs[0].shape[:: -1 if k_first else 1], rhs[0].shape[-1 if k_first else -2]
     groups, tiles = places.starts.size - 1, VALUES[min(lhs[0].dtype.itemsize, 2)]
+    if lhs[0].dtype == jnp.bfloat16 and target is not None and target.arch.startswith(("sm_9", "sm_10")):
+        tiles = WIDE
     constants = {"M": m, "N": n, "K": k, "GROUPS": groups, "RUN": places.run, "GROUP_M": 8}
     constants |= {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
     constants["UNITS"] = lhs[1].dtype == jnp.uint8
@@ -216,7 +219,8 @@ def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, carriers, dtype, 
     left = carry_operand(lhs[None], lhs_scales[None], carriers[0], target, grouped)
     batched = (rhs, rhs_scales) if of_rows else (rhs[None], rhs_scales[None])
     right = carry_operand(*batched, carriers[1], target)
-    y = launch_values(_first(left), (right.elements, right.unit) if of_rows else _first(right), places, dtype)
+    values = (right.elements, right.unit) if of_rows else _first(right)
+    y = launch_values(_first(left), values, places, dtype, target)
     if left.grouped is not None:
         left = sift_rows(y, left, right, places[:3], places.run)
     operands = (lhs, lhs_scales, rhs, rhs_scales)
