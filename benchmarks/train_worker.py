@@ -49,10 +49,10 @@ TRACED_STEPS, LONGEST = 3, 15
 KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
-    "quantize": r"quantize_((pairs|normed|gated|gated_gradient|block16)_)?kernel|(draw|largest|cast)_kernel",
+    "quantize": r"quantize_(\w+_)?kernel|(draw|largest|cast)_kernel",
     "carrier": r"carry_(both_)?kernel",
-    "correction": r"sift_kernel|correct_kernel",
-    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
+    "correction": r"(sift|correct)_(experts_)?kernel",
+    "GEMM": r"(value|grouped)_(rows|sums)_kernel|gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
     "copies": r"memcpy|memset",
     "elementwise": r"",
 }

@@ -3,10 +3,12 @@
 Shapes in names as in `models.experts`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32, Num
 
 import mxjax
@@ -35,8 +37,7 @@ class Order(NamedTuple):
 
     def spread(self, x_TD: Num[Array, "T D"]) -> Num[Array, "A D"]:
         """Returns the rows of the assignments."""
-        active = len(self.forward) // len(x_TD)
-        return permute(jnp.repeat(x_TD, active, axis=0), self.forward, self.inverse)
+        return _spread(len(self.forward) // len(x_TD), x_TD, self.forward, self.inverse)
 
     def collect(self, y_AD: Float[Array, "A D"], active: int) -> Float[Array, "T K D"]:
         """Returns the rows of each token's experts."""
@@ -68,4 +69,22 @@ def permute(
 
 permute.defvjp(
     lambda x, forward, inverse: (x[forward], inverse), lambda inverse, dy: (dy[inverse], None, None)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(
+    active: int, x: Num[Array, "T D"], forward: Int32[Array, " A"], inverse: Int32[Array, " A"]
+) -> Num[Array, "A D"]:
+    """Returns x's rows for `active` experts each, in the order `forward`; its gradient is a lookup too."""
+    return x[forward // active]
+
+
+_spread.defvjp(
+    lambda active, x, forward, inverse: (_spread(active, x, forward, inverse), inverse),
+    lambda active, inverse, dy: (
+        lax.reduce_sum(dy[inverse].reshape(-1, active, dy.shape[1]), axes=(1,)),
+        None,
+        None,
+    ),
 )

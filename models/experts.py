@@ -29,7 +29,7 @@ from mxjax.operands.computed import Norm, rms_norm, swiglu
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 from mxjax.products.ragged import check_on_mesh
-from mxjax.runtime.remat import keep_products
+from mxjax.runtime.remat import recomputed
 
 
 class Routing(NamedTuple):
@@ -93,13 +93,10 @@ class Experts(nnx.Module):
 
     def _mlp(self, x_AD, down, order: Order | Exchange, gemms: BlockGemms) -> Float[Array, "A D"]:
         """Returns the MLP of each row's expert."""
-
-        def gated(x_AD, gate_up):
-            y = gemms.ragged_dot("mlp.gate_up", x_AD, gate_up, order)
-            y = _biased(y, self.gate_up_bias, order)
-            return swiglu(y) if self.config.clamped is None else clamped_swiglu(y, self.config.clamped)
-
-        gated_AF = keep_products(gated)(x_AD, self.gate_up[...])
+        clamped = self.config.clamped
+        activation = swiglu if clamped is None else functools.partial(clamped_swiglu, config=clamped)
+        y_AN = gemms.ragged_dot("mlp.gate_up", x_AD, self.gate_up[...], order)
+        gated_AF = recomputed(activation)(_biased(y_AN, self.gate_up_bias, order))
         y_AD = gemms.ragged_dot("mlp.down", gated_AF, down, order)
         return _biased(y_AD, self.down_bias, order)
 
@@ -155,7 +152,9 @@ def check_policies(
     """
     if owners > 1 and config.experts is None:
         raise ValueError(f"--mesh expert={owners} shards experts and the model has none; use another axis")
-    x, w, size = (jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, "f4"), (3, "f4"), (1, "i4")))
+    # Without rows no kernel is traced, which would be compiled with the program's.
+    shapes = (((0, 1), "f4"), ((1, 1, 1), "f4"), ((1,), "i4"))
+    x, w, size = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
     def product(policy, x, w, size):
         key = jax.random.key(0)

@@ -161,6 +161,7 @@ def accumulate_values(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    K_FIRST: tl.constexpr,
 ):
     """Returns a tile of lhs @ rhs.T in float32 of arrays in FP8 or bfloat16, by descriptors of their tiles.
 
@@ -169,11 +170,16 @@ def accumulate_values(
 
     Args:
       lhs_row, rhs_row: the tile's first rows in both arrays.
+      K_FIRST: whether they are transposed in memory, which Hopper multiplies in bfloat16 alone.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for column in range(first, first + steps * BLOCK_K, BLOCK_K):
-        x = lhs.load([lhs_row, column])
-        y = rhs.load([rhs_row, column]).T
+        if K_FIRST:
+            x = lhs.load([column, lhs_row]).T
+            y = rhs.load([column, rhs_row])
+        else:
+            x = lhs.load([lhs_row, column])
+            y = rhs.load([rhs_row, column]).T
         acc = tl.dot(x, y, acc, max_num_imprecise_acc=BLOCK_K if x.dtype.is_fp8() else None)
     return acc
 

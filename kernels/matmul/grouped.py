@@ -6,6 +6,7 @@ FP4, or on FP8 matrix units: exact in FP8 carriers, else recomputed, as in `mxja
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,11 +36,13 @@ RUN = 256
 """Divides the rows of a run: every tile's rows, and its columns along the contracted axis, divide it."""
 
 VALUES = {1: Tiles(128, 128, 128, warps=4, stages=3), 2: Tiles(128, 128, 64, warps=4, stages=3)}
-"""Tiles of arrays in FP8 and bfloat16, by the bytes of an element.
+"""Tiles of arrays in FP8 and bfloat16, by the bytes of an element, in the shared memory of every GPU.
 
-On H100 an FP8 GEMM of Mixtral 8x7B's experts takes 3.7 to 4.3 ms, and as long with tiles of 256x128 and 8
+On H100 a GEMM of Mixtral 8x7B's experts takes 3.7 to 4.3 ms in FP8, and as long with tiles of 256x128 and 8
 warps, which take longer for many small experts. By pointers in place of descriptors it takes 4.2 to 4.4 ms.
 """
+WIDE = Tiles(128, 256, 64, warps=8, stages=3)
+"""Tiles in bfloat16 where shared memory suffices: on H100 5.3 to 5.5 ms, and 6.7 to 7.2 by the others."""
 
 
 class Places(NamedTuple):
@@ -74,51 +77,72 @@ def multiply_packed(
       carriers: FP8 carriers of lhs and rhs, or None to multiply in FP4. See `fp4_gemm.matmul` and
         `fp8_matmul.matmul`.
     """
-    return _run(_carried if carriers else _in_fp4, carriers, lhs + rhs, places, dtype)
+    rule = "m w, m k, g n w, g n k" if rhs[0].ndim == 3 else "m w, m k, n w, n k"
+    job = _Job(_carried if carriers else _in_fp4, carriers, rule, jnp.dtype(dtype), current_target())
+    return _run(job, (*lhs, *rhs), places)
 
 
 def multiply_values(
-    lhs: Shaped[Array, "m k"], rhs: Shaped[Array, "*g n k"], places: Places, dtype: DTypeLike
+    lhs: Shaped[Array, "_ _"],
+    rhs: Shaped[Array, "*g _ _"],
+    places: Places,
+    dtype: DTypeLike,
+    factors: Sequence[Float[Array, ""]] = (),
+    *,
+    k_first: bool = False,
 ) -> Float[Array, "..."]:
-    """Returns the products of arrays in FP8 or bfloat16; see `multiply_packed`. k is a multiple of 16."""
-    return _run(_plain, None, (lhs, rhs), places, dtype)
+    """Returns the products of arrays in FP8 or bfloat16; see `multiply_packed`.
+
+    Args:
+      lhs, rhs: their last axes are multiples of 16 bytes.
+      factors: up to two, by which the products are multiplied before they are rounded.
+      k_first: whether the operands of sums are [k, m] and [k, n], in bfloat16.
+    """
+    ones = (jnp.ones((), jnp.float32) for _ in range(2 - len(factors)))
+    left, right = (jnp.asarray(f, jnp.float32).reshape(1) for f in (*factors, *ones))
+    rule = "m w, l, g n w, q" if rhs.ndim == 3 else "w m, l, w n, q" if k_first else "m w, l, n w, q"
+    job = _Job(_plain, k_first, rule, jnp.dtype(dtype), current_target())
+    return _run(job, (lhs, left, rhs, right), places)
 
 
-def _run(product: Product, carriers, operands: Sequence[jax.Array], places: Places, dtype) -> jax.Array:
-    of_rows = operands[-1].ndim == 3
-    on_mesh = _on_mesh(
-        product, carriers, len(operands), of_rows, places[3:], jnp.dtype(dtype), current_target()
-    )
-    return on_mesh(*operands, *places[:3])
+class _Job(NamedTuple):
+    """A product of four arrays; hashable, so that JAX caches its trace.
+
+    Attributes:
+      product: a function of the arrays, the places, `option`, the dtype and the target.
+      option: carriers of packed operands, or whether values are `k_first`.
+      rule: the arrays' axes, as in `mxjax.kernels.mesh`: rows m and n, g of experts; others stay whole.
+    """
+
+    product: Product
+    option: tuple[Carrier, Carrier] | bool | None
+    rule: str
+    dtype: jnp.dtype
+    target: Target | None
+
+
+def _run(job: _Job, arrays: tuple[jax.Array, ...], places: Places) -> jax.Array:
+    return _on_mesh(job, places[3:])(*arrays, *places[:3])
 
 
 @functools.cache
-def _on_mesh(
-    product: Product,
-    carriers,
-    arrays: int,
-    of_rows: bool,
-    sizes: tuple[int, int],
-    dtype,
-    target: Target | None,
-) -> Product:
-    """Returns a product as a function. Meshes shard n of its arrays, and m of sums. JAX caches its trace."""
+def _on_mesh(job: _Job, sizes: tuple[int, int]) -> Product:
+    """Returns a product as a function. Meshes shard n of its arrays, and m of sums."""
 
     def call(*arguments):
-        places = Places(*arguments[arrays:], *sizes)
-        return [product(*arguments[:arrays], places, dtype, carriers, target)]
+        places = Places(*arguments[4:], *sizes)
+        return [job.product(*arguments[:4], places, job.option, job.dtype, job.target)]
 
-    left, right = ("m", "g n") if of_rows else ("m", "n")
-    widths = ("w", "k")[: arrays // 2]
-    terms = [f"{rows} {width}" for rows in (left, right) for width in widths]
-    rule = ", ".join([*terms, "t", "s", "e"]) + (" -> r n" if of_rows else " -> h m n")
-    whole = [*"wktserhg", *("m" if of_rows else "")]
-    on_mesh = partitioned(call, rule, {}, [factor for factor in whole if factor in rule.split()])
+    of_rows = "g" in job.rule
+    rule = f"{job.rule}, t, s, e" + (" -> r n" if of_rows else " -> h m n")
+    sharded = "n" if of_rows else "mn"
+    whole = dict.fromkeys(factor for factor in re.findall(r"\w", rule) if factor not in sharded)
+    on_mesh = partitioned(call, rule, {}, list(whole))
     return jax.custom_batching.sequential_vmap(lambda *arguments: on_mesh(*arguments)[0])
 
 
-def _in_fp4(lhs, lhs_scales, rhs, rhs_scales, places: Places, dtype, carriers, target) -> jax.Array:
-    del carriers
+def _in_fp4(lhs, lhs_scales, rhs, rhs_scales, places: Places, option, dtype, target) -> jax.Array:
+    del option
     return launch_fp4((lhs, lhs_scales), (rhs, rhs_scales), places, dtype, target)
 
 
@@ -150,38 +174,53 @@ def launch_fp4(
     return _launch(grouped_sums_kernel, arrays, (groups, m, n), grid, dtype, tiles, constants, options)
 
 
-def _plain(lhs, rhs, places: Places, dtype, carriers, target) -> jax.Array:
-    del carriers, target
+def _plain(lhs, left, rhs, right, places: Places, k_first: bool, dtype, target) -> jax.Array:
     if knobs.runtime.interpret and lhs.dtype == jnp.bfloat16:  # whose bits its dot takes for integers
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    units = (jnp.full(x.shape[:-1], 127, jnp.uint8) for x in (lhs, rhs))
-    return launch_values((lhs, next(units)), (rhs, next(units)), places, dtype)
+    return launch_values((lhs, left), (rhs, right), places, dtype, target, k_first=k_first)
 
 
 def launch_values(
-    lhs: tuple[jax.Array, jax.Array], rhs: tuple[jax.Array, jax.Array], places: Places, dtype
+    lhs: tuple[jax.Array, jax.Array],
+    rhs: tuple[jax.Array, jax.Array],
+    places: Places,
+    dtype,
+    target: Target | None,
+    *,
+    k_first: bool = False,
 ) -> Float[Array, "..."]:
-    """Returns the product of arrays and their rows' unit bytes by one launch."""
-    (m, k), n, groups = lhs[0].shape, rhs[0].shape[-2], places.starts.size - 1
-    tiles = VALUES[min(lhs[0].dtype.itemsize, 2)]
+    """Returns the product of arrays and their factors by one launch.
+
+    Args:
+      lhs, rhs: an array, and the unit bytes of its rows or one factor [1]; see `value_rows_kernel`.
+      k_first: see `multiply_values`.
+    """
+    (m, k), n = lhs[0].shape[:: -1 if k_first else 1], rhs[0].shape[-1 if k_first else -2]
+    groups, tiles = places.starts.size - 1, VALUES[min(lhs[0].dtype.itemsize, 2)]
+    if lhs[0].dtype == jnp.bfloat16 and target is not None and target.arch.startswith(("sm_9", "sm_10")):
+        tiles = WIDE
     constants = {"M": m, "N": n, "K": k, "GROUPS": groups, "RUN": places.run, "GROUP_M": 8}
     constants |= {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+    constants["UNITS"] = lhs[1].dtype == jnp.uint8
     if rhs[0].ndim == 3:
         kernel, arrays, shape = value_rows_kernel, places[:3], (places.rows, n)
     else:
         kernel, arrays, shape = value_sums_kernel, (places.starts,), (groups, m, n)
+        constants["K_FIRST"] = k_first
     programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * (1 if rhs[0].ndim == 3 else groups)
     grid = (min(programs, PROGRAMS),)
     return _launch(kernel, (*lhs, *rhs, *arrays), shape, grid, dtype, tiles, constants, {})
 
 
-def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, dtype, carriers, target) -> jax.Array:
+def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, carriers, dtype, target) -> jax.Array:
     """Returns the product on FP8 carriers, recomputed where elements were lost."""
     of_rows = rhs.ndim == 3
-    left = carry_operand(lhs[None], lhs_scales[None], carriers[0], target, carriers[0] == "e5m2")
+    grouped = of_rows and carriers[0] == "e5m2"  # for Dgrad's gradient, as in `fp8_matmul`
+    left = carry_operand(lhs[None], lhs_scales[None], carriers[0], target, grouped)
     batched = (rhs, rhs_scales) if of_rows else (rhs[None], rhs_scales[None])
     right = carry_operand(*batched, carriers[1], target)
-    y = launch_values(_first(left), (right.elements, right.unit) if of_rows else _first(right), places, dtype)
+    values = (right.elements, right.unit) if of_rows else _first(right)
+    y = launch_values(_first(left), values, places, dtype, target)
     if left.grouped is not None:
         left = sift_rows(y, left, right, places[:3], places.run)
     operands = (lhs, lhs_scales, rhs, rhs_scales)

@@ -122,9 +122,9 @@ def grouped_sums_kernel(
 @triton.jit
 def value_rows_kernel(
     lhs,
-    lhs_unit,
+    lhs_factor,
     rhs,
-    rhs_unit,
+    rhs_factor,
     experts,
     starts,
     ends,
@@ -138,10 +138,12 @@ def value_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
-    """Does what `grouped_rows_kernel` does, of arrays in FP8 or bfloat16 whose rows have unit bytes.
+    """Does what `grouped_rows_kernel` does, of arrays in FP8 or bfloat16 with factors.
 
-    They are lhs [M, K] and rhs [g, N, K] times 2**(unit - 127). The grid is any number of programs, which
+    They are lhs [M, K] and rhs [g, N, K]. With UNITS each row has a unit byte, [M] and [g, N], and the factor
+    2**(unit - 127). Otherwise each array has one factor in float32. The grid is any number of programs, which
     take tiles in turn.
     """
     ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -153,18 +155,18 @@ def value_rows_kernel(
         expert, row, rows = place_of(experts, starts, ends, tile_m, RUN, BLOCK_M)
         steps = tl.where(expert < GROUPS, (K + BLOCK_K - 1) // BLOCK_K, 0)
         rhs_row = tl.minimum(expert, GROUPS - 1) * N + tile_n * BLOCK_N
-        acc = accumulate_values(x, y, tile_m * BLOCK_M, rhs_row, 0, steps, BLOCK_M, BLOCK_N, BLOCK_K)
-        lhs_units = tl.load(lhs_unit + tile_m * BLOCK_M + tl.arange(0, BLOCK_M))
-        acc = _times_units(acc, lhs_units, rhs_unit + rhs_row, N - tile_n * BLOCK_N)
+        acc = accumulate_values(x, y, tile_m * BLOCK_M, rhs_row, 0, steps, BLOCK_M, BLOCK_N, BLOCK_K, False)
+        places = (tile_m * BLOCK_M, BLOCK_M, rhs_row, N - tile_n * BLOCK_N)
+        acc = _times_factors(acc, lhs_factor, rhs_factor, places, UNITS)
         _store_rows(out, acc, row, rows, tile_n, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def value_sums_kernel(
     lhs,
-    lhs_unit,
+    lhs_factor,
     rhs,
-    rhs_unit,
+    rhs_factor,
     starts,
     out,
     M: tl.constexpr,
@@ -176,23 +178,32 @@ def value_sums_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    UNITS: tl.constexpr,
+    K_FIRST: tl.constexpr,
 ):
-    """Does what `grouped_sums_kernel` does of lhs [M, K] and rhs [N, K]; see `value_rows_kernel`."""
+    """Does what `grouped_sums_kernel` does of lhs [M, K] and rhs [N, K]; see `value_rows_kernel`.
+
+    With K_FIRST they are [K, M] and [K, N].
+    """
     DOWN: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     ACROSS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    x = tl.make_tensor_descriptor(lhs, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-    y = tl.make_tensor_descriptor(rhs, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    if K_FIRST:
+        x = tl.make_tensor_descriptor(lhs, [K, M], [M, 1], [BLOCK_K, BLOCK_M])
+        y = tl.make_tensor_descriptor(rhs, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+    else:
+        x = tl.make_tensor_descriptor(lhs, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+        y = tl.make_tensor_descriptor(rhs, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
     for tile in range(tl.program_id(0), GROUPS * DOWN * ACROSS, tl.num_programs(0)):
         expert = tile // (DOWN * ACROSS)
         tile_m, tile_n = tile_of(tile % (DOWN * ACROSS), DOWN, ACROSS, GROUP_M, 1)
         first = tl.load(starts + expert)
         steps = (tl.load(starts + expert + 1) - first) * (RUN // BLOCK_K)
+        rows = (tile_m * BLOCK_M, tile_n * BLOCK_N)
         acc = accumulate_values(
-            x, y, tile_m * BLOCK_M, tile_n * BLOCK_N, first * RUN, steps, BLOCK_M, BLOCK_N, BLOCK_K
+            x, y, rows[0], rows[1], first * RUN, steps, BLOCK_M, BLOCK_N, BLOCK_K, K_FIRST
         )
-        row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        lhs_units = tl.load(lhs_unit + row, row < M, 127)
-        acc = _times_units(acc, lhs_units, rhs_unit + tile_n * BLOCK_N, N - tile_n * BLOCK_N)
+        places = (rows[0], M - rows[0], rows[1], N - rows[1])
+        acc = _times_factors(acc, lhs_factor, rhs_factor, places, UNITS)
         store_tile(out, acc, tile_m, tile_n, expert.to(tl.int64), M, N, BLOCK_M, BLOCK_N)
 
 
@@ -205,12 +216,20 @@ def place_of(experts, starts, ends, tile_m, RUN: tl.constexpr, BLOCK_M: tl.const
 
 
 @triton.jit
-def _times_units(acc, lhs_units, rhs_unit, columns):
-    """Returns acc times the powers of two of its rows and of its `columns` columns."""
-    column = tl.arange(0, acc.shape[1])
-    rhs_units = tl.load(rhs_unit + column, column < columns, 127).to(tl.int32)
-    exponents = lhs_units.to(tl.int32)[:, None] + (rhs_units[None, :] - 127)
-    return acc * (exponents << 23).to(tl.float32, bitcast=True)
+def _times_factors(acc, lhs_factor, rhs_factor, places, UNITS: tl.constexpr):
+    """Returns acc times its factors; see `value_rows_kernel`.
+
+    Args:
+      places: the tile's first row in lhs and how many follow, and the same of rhs.
+    """
+    lhs_row, rows, rhs_row, columns = places
+    if UNITS:
+        row, column = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+        of_rows = tl.load(lhs_factor + lhs_row + row, row < rows, 127).to(tl.int32)
+        of_columns = tl.load(rhs_factor + rhs_row + column, column < columns, 127).to(tl.int32)
+        exponents = of_rows[:, None] + (of_columns[None, :] - 127)
+        return acc * (exponents << 23).to(tl.float32, bitcast=True)
+    return acc * tl.load(lhs_factor) * tl.load(rhs_factor)
 
 
 @triton.jit

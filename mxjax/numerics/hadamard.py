@@ -109,8 +109,8 @@ def _rotate(x, size: int, axis: int, signs) -> Float32[Array, "*shape"]:
         y = y * signs.reshape(*(1,) * (axis + 1), size, *(1,) * len(after))
     sign = jnp.array([1, -1], jnp.float32).reshape(*(1,) * (axis + 2), 2, *(1,) * (len(after) + 1))
     for stage in range(size.bit_length() - 1):
-        # On CPUs a fusion computes each of its stages anew for both members of a pair.
-        if stage and stage % (4 if after else 1) == 0 and not on_gpu():
+        # On CPUs a fusion computes each of its stages, and x, anew for both members of a pair.
+        if stage % (4 if after else 1) == 0 and not on_gpu():
             y = lax.optimization_barrier(y)
         stride = 2**stage
         pairs = y.reshape(*before, length // size, size // (2 * stride), 2, stride, *after)

@@ -15,6 +15,11 @@ from jaxtyping import Array, Float, Int32
 from mxjax.numerics.philox import KeyWords
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import GemmUses, PolicyUses
+from mxjax.products.expert_runs import runs_of
+from mxjax.runtime.mesh import varying_as
+
+RUN = 32
+"""Rows of one expert that a CPU multiplies at once: more fill up more, fewer cost more calls."""
 
 
 class Grid(NamedTuple):
@@ -65,16 +70,13 @@ def multiply_groups(
     Where rhs is of rows too, the result is of experts, and devices with the same experts sum theirs.
     """
 
-    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return lax.ragged_dot_general(lhs, rhs, sizes, dims, precision, preferred_element_type=jnp.float32)
-
     if grid is None:
-        return product(lhs, rhs, groups.sizes)
+        return multiply_ragged(lhs, rhs, groups.sizes, dims, precision)
     by_row = bool(dims.rhs_group_dimensions)
     others = tuple(axis for axis in grid.rows if axis != grid.experts)
 
     def of_device(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        y = product(lhs, rhs, sizes[0])
+        y = multiply_ragged(lhs, rhs, sizes[0], dims, precision)
         return y if by_row else lax.psum(y, others)
 
     rows, experts = PartitionSpec(grid.rows), PartitionSpec(grid.experts)
@@ -86,3 +88,56 @@ def multiply_groups(
         check_vma=False,
     )
     return run(lhs, rhs, groups.sizes)
+
+
+def multiply_ragged(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    sizes: Int32[Array, " g"],
+    dims: lax.RaggedDotDimensionNumbers,
+    precision: lax.PrecisionLike,
+) -> Float[Array, "..."]:
+    """Returns `jax.lax.ragged_dot_general` of matrices in float32, also of the rows of experts.
+
+    For CPUs XLA multiplies all rows by all experts. There a loop multiplies each row once, in runs of rows of
+    one expert, and a NaN in an expert's weights makes its own rows NaN alone.
+    """
+
+    def by_runs(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        (_, (rhs_axis,)), _ = dims.dot_dimension_numbers
+        [row_axis] = dims.lhs_ragged_dimensions
+        runs = runs_of(sizes, lhs.shape[row_axis], RUN, rest=False)
+
+        def in_runs(rows: jax.Array, axis: int) -> jax.Array:
+            return runs.filled(jnp.moveaxis(rows, axis, 0)).reshape(runs.number, RUN, -1)
+
+        def of_run(_: None, run: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            x, expert = run
+            return None, product(x, rhs[expert], 1, rhs_axis - 1)
+
+        def add_run(sums: jax.Array, run: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            x, dy, expert = run
+            return sums.at[expert].add(product(x, dy, 0, 0)), None
+
+        def product(lhs: jax.Array, rhs: jax.Array, left: int, right: int) -> jax.Array:
+            contracted = ((left,), (right,)), ((), ())
+            y: jax.Array = lax.dot_general(lhs, rhs, contracted, precision, jnp.float32)
+            return y
+
+        x = in_runs(lhs, row_axis)
+        if dims.rhs_group_dimensions:
+            y: jax.Array = lax.scan(of_run, None, (x, runs.experts))[1]
+            return runs.by_row(y.reshape(runs.number * RUN, -1))
+        dy = in_runs(rhs, rhs_axis)
+        sums = varying_as(jnp.zeros((len(sizes), x.shape[2], dy.shape[2]), jnp.float32), x, dy, sizes)
+        y, _ = lax.scan(add_run, sums, (x, dy, runs.experts))
+        return y
+
+    def by_xla(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        y: jax.Array = lax.ragged_dot_general(
+            lhs, rhs, sizes, dims, precision, preferred_element_type=jnp.float32
+        )
+        return y
+
+    y: jax.Array = lax.platform_dependent(lhs, rhs, sizes, cpu=by_runs, default=by_xla)
+    return y

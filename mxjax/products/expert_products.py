@@ -20,6 +20,7 @@ from mxjax.numerics.blocks import pad
 from mxjax.operands.kernel_operand import KernelOperand, decode
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
+from mxjax.products.expert_groups import multiply_ragged
 from mxjax.products.expert_runs import Runs, runs_of
 from mxjax.products.implementations import KEPT
 from mxjax.products.linear import CARRIERS, Options
@@ -118,39 +119,46 @@ def _multiply(
     operands have the rows along the contracted axis.
     """
     factors = [q.factor for q in (lhs, rhs) if q.factor is not None]
-    exact = not factors and dtype in (jnp.bfloat16, jnp.float32)
-    y = _product(options, name, dtype if exact else jnp.float32, lhs, rhs, runs)
-    for factor in factors:
-        y = y * factor
-    return y.astype(dtype)
+    in_kernel = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
+    y = None if current_target() is None else _by_kernel(options, name, in_kernel, lhs, rhs, factors, runs)
+    return (_by_xla(lhs, rhs, factors, runs, options.precision) if y is None else y).astype(dtype)
 
 
-def _product(
-    options: Options, name: str, dtype: DTypeLike, lhs: Prepared, rhs: Prepared, runs: Runs
-) -> Float[Array, "..."]:
-    """Returns the product without factors, by a kernel in dtype, or by XLA in float32."""
-    target, implementation = current_target(), getattr(options.gemms, name)
+def _by_kernel(
+    options: Options, name: str, dtype: DTypeLike, lhs: Prepared, rhs: Prepared, factors: list, runs: Runs
+) -> Float[Array, "..."] | None:
+    """Returns the product, or None if no kernel multiplies these operands here."""
+    from mxjax.kernels.matmul.grouped import multiply_packed, multiply_values
+
+    target, places, k_first = current_target(), _places(runs), False
     match lhs, rhs:
         case KernelOperand(scales=jax.Array()), KernelOperand(scales=jax.Array()):
-            if target is None or (implementation == "fp8_carriers" and not target.has_fp8):
-                return _by_xla(decode(lhs), decode(rhs), runs, options.precision)
-            from mxjax.kernels.matmul.grouped import multiply_packed
-
-            carriers = CARRIERS[name] if implementation == "fp8_carriers" else None
-            return multiply_packed(lhs.packed, rhs.packed, _places(runs), dtype, carriers)
+            carriers = CARRIERS[name] if getattr(options.gemms, name) == "fp8_carriers" else None
+            if carriers and (target is None or not target.has_fp8):
+                return None
+            y = multiply_packed(lhs.packed, rhs.packed, places, jnp.float32 if factors else dtype, carriers)
+            for factor in factors:
+                y = y * factor
+            return y
         case KernelOperand(), KernelOperand():
-            left, right, precision = lhs.elements, rhs.elements, options.precision
+            left, right = lhs.elements, rhs.elements
         case MXArray(), MXArray():
-            left, right, precision = xla_operands(lhs, rhs, options.precision)
-            left, right = _k_major(left, lhs.axis), _k_major(right, rhs.axis)
+            left, right, _ = xla_operands(lhs, rhs, options.precision)
+            if left.dtype == jnp.float32:
+                return None
+            # Sums take the rows along the contracted axis as they are, not transposed.
+            k_first = right.ndim == 2 and not any(t.shape[1] % ALIGNED for t in (left, right))
+            if not k_first:
+                left, right = _k_major(left, lhs.axis), _k_major(right, rhs.axis)
         case _:
-            raise TypeError(f"two KernelOperand or two MXArray are needed, got {type(lhs)} and {type(rhs)}")
-    if target is None or left.dtype == jnp.float32:
-        return _by_xla(left, right, runs, precision)
-    from mxjax.kernels.matmul.grouped import multiply_values
+            raise _unlike(lhs, rhs)
+    if not k_first:
+        left, right = (pad(t, t.ndim - 1, ALIGNED) for t in (left, right))
+    return multiply_values(left, right, places, dtype, factors, k_first=k_first)
 
-    left, right = (pad(t, t.ndim - 1, ALIGNED) for t in (left, right))
-    return multiply_values(left, right, _places(runs), dtype)
+
+def _unlike(lhs: Prepared, rhs: Prepared) -> TypeError:
+    return TypeError(f"two KernelOperand or two MXArray are needed, got {type(lhs)} and {type(rhs)}")
 
 
 def _k_major(x: jax.Array, axis: int) -> jax.Array:
@@ -163,15 +171,25 @@ def _places(runs: Runs) -> Any:
     return Places(runs.experts, runs.starts, runs.ends, runs.run, runs.rows)
 
 
-def _by_xla(lhs: jax.Array, rhs: jax.Array, runs: Runs, precision: lax.PrecisionLike) -> jax.Array:
-    """Returns the product of K-major operands in float32 by `jax.lax.ragged_dot_general`."""
-    of_rows = rhs.ndim == 3
+def _by_xla(
+    lhs: Prepared, rhs: Prepared, factors: list, runs: Runs, precision: lax.PrecisionLike
+) -> Float[Array, "..."]:
+    """Returns the product in float32 without kernels."""
+    match lhs, rhs:
+        case KernelOperand(), KernelOperand():
+            left, right = (q.elements if q.scales is None else decode(q) for q in (lhs, rhs))
+        case MXArray(), MXArray():
+            left, right, precision = xla_operands(lhs, rhs, precision)
+            left, right = _k_major(left, lhs.axis), _k_major(right, rhs.axis)
+        case _:
+            raise _unlike(lhs, rhs)
+    of_rows = right.ndim == 3
     if of_rows:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     else:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
     sizes = -(-runs.sizes // runs.run) * runs.run
-    y: jax.Array = lax.ragged_dot_general(
-        lhs, rhs, sizes, numbers, precision, preferred_element_type=jnp.float32
-    )
+    y = multiply_ragged(left, right, sizes, numbers, precision)
+    for factor in factors:
+        y = y * factor
     return runs.by_row(y) if of_rows else y

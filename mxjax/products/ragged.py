@@ -34,6 +34,7 @@ from mxjax.products.multiply import xla_operands
 from mxjax.products.prepare import as_read
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
+from mxjax.runtime.devices import current_target
 from mxjax.runtime.mesh import on_auto_axes, varying_as
 from mxjax.runtime.primitives import first_order_only, without_forward_mode
 
@@ -65,12 +66,14 @@ def ragged_dot(
       w: weights of the experts. Pass float32 master weights, as in `dot`.
       group_sizes: numbers of rows, which may be zero. A numpy array is static, and checked; in a JAX array
         sizes that are negative or exceed x's rows are not noticed.
-      implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general` and quantize without
-        kernels. "fp8_carriers" and "triton" multiply as in `dot`, by one launch for all experts, whose rows
-        are filled up to a multiple of 128 and of 256. None: "xla".
+      implementation: "reference" and "xla" multiply by `jax.lax.ragged_dot_general`, which GPUs run as a
+        product of all rows with all experts, on CPUs by a loop that multiplies each row once, and quantize
+        without kernels. "fp8_carriers" and "triton" multiply as in `dot`, by one launch for all experts,
+        whose rows are filled up to a multiple of 128 and of 256. None: on CUDA those of `dot` by kernels,
+        whatever the policy; elsewhere "xla".
       Others: see `dot` and `jax.lax.ragged_dot`.
-    Special values: rows of no expert are zero, whatever x has there. By "reference" and "xla" a NaN in the
-      weights of one expert makes every row NaN, as in `jax.lax.ragged_dot`; by kernels its own alone.
+    Special values: rows of no expert are zero, whatever x has there. A NaN in the weights of one expert makes
+      its rows NaN; on GPUs by "reference" and "xla" every row, as in `jax.lax.ragged_dot`.
     Raises:
       ValueError: static sizes that are negative or exceed x's rows.
       NotImplementedError: another implementation, or one that does not take the policy's formats. Others as
@@ -82,7 +85,9 @@ def ragged_dot(
     check_floating(x, w, preferred_element_type)
     check_key(policy, key)
     x, w, sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes, jnp.int32)
-    options = _options(x, w, policy, implementation, precision, preferred_element_type)
+    by_kernels = implementation in BY_KERNELS or (implementation is None and _has_kernels())
+    chosen = implementation if by_kernels else implementation or "xla"
+    options = _options(x, w, policy, chosen, precision, preferred_element_type)
     dtype = options.dtypes[0]
     if not x.shape[0] or not w.shape[0]:
         return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
@@ -91,7 +96,7 @@ def ragged_dot(
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
-        if implementation in BY_KERNELS:
+        if by_kernels:
             result: jax.Array = matmul_experts(options, unit, x, w, sizes, key)
             return result
         runs = runs_of(sizes, x.shape[0], unit, rest=False)
@@ -126,7 +131,7 @@ def ragged_dot_on_mesh(
     _check_policy(policy)
     check_key(policy, key)
     check_on_mesh(policy, implementation)
-    options = _options(x, w, policy, implementation, None, preferred_element_type)
+    options = _options(x, w, policy, implementation or "xla", None, preferred_element_type)
     x, w = without_forward_mode(x), without_forward_mode(w)
     y: jax.Array = _matmul(options, grid, x, w, groups, key if policy.needs_key else None)
     return y
@@ -149,8 +154,14 @@ def check_on_mesh(policy: Policy, implementation: Implementation | None) -> None
 
 def _options(x, w, policy, implementation, precision, dtype) -> Options:
     dtype = result_dtype(x, w) if dtype is None else jnp.dtype(dtype)
-    gemms = implementations_of(policy, implementation or "xla")
+    gemms = implementations_of(policy, implementation)
     return Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+
+
+def _has_kernels() -> bool:
+    """Whether grouped products by kernels are the default here; on HIP nobody has run them."""
+    target = current_target()
+    return target is not None and target.backend != "hip"
 
 
 def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -> None:

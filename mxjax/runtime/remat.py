@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 Remat = Literal["none", "dots", "fp4", "full"]
@@ -66,6 +67,24 @@ def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """
     kept = _policy(frozenset().union(*_KEPT.values()))
     return jax.checkpoint(function, policy=kept, prevent_cse=False)
+
+
+def recomputed[T](function: Callable[[T], jax.Array]) -> Callable[[T], jax.Array]:
+    """Returns an elementwise function of a product's result whose gradient recomputes all from that result.
+
+    A barrier hides the result alone: without one, XLA would find the recomputation's common subexpressions
+    and keep them in float32, and `jax.checkpoint`'s would keep the incoming gradient from being fused.
+    """
+
+    @jax.custom_vjp
+    def call(x):
+        return function(x)
+
+    def backward(x, dy):
+        return jax.vjp(function, lax.optimization_barrier(x))[1](dy)
+
+    call.defvjp(lambda x: (function(x), x), backward)
+    return call
 
 
 def _policy(names: frozenset[str]) -> Callable[..., Any]:

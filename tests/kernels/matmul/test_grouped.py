@@ -44,18 +44,24 @@ def by_expert(product):
 
 
 def rows_and_wanted(rng, k, low, high):
+    """Returns operands of rows, their products in float64, and those of the magnitudes."""
     lhs, rhs = draw(rng, (), ROWS, k, low, high), draw(rng, (3,), 70, k, low, high)
     x, y = decode(*lhs), decode(*rhs)
-    wanted = np.zeros((ROWS, 70))
-    for part, rows in by_expert(lambda i, rows, _: (x[rows] @ y[i].T, rows)):
-        wanted[rows] = part
-    return [runs().filled(jnp.asarray(t)) for t in lhs], rhs, wanted
+    wanted, sizes = np.zeros((ROWS, 70)), np.zeros((ROWS, 70))
+    for i, rows in by_expert(lambda i, rows, _: (i, rows)):
+        wanted[rows], sizes[rows] = x[rows] @ y[i].T, abs(x[rows]) @ abs(y[i]).T
+    return [runs().filled(jnp.asarray(t)) for t in lhs], rhs, wanted, sizes
 
 
 def sums_and_wanted(rng, low, high):
+    """Returns the same of sums."""
     lhs, rhs = (draw(rng, (), rows, 256 * runs().number, low, high) for rows in (65, 33))
     x, y = decode(*lhs), decode(*rhs)
-    return lhs, rhs, np.stack(by_expert(lambda i, _, columns: x[:, columns] @ y[:, columns].T))
+
+    def product(x, y):
+        return np.stack(by_expert(lambda i, _, columns: x[:, columns] @ y[:, columns].T))
+
+    return lhs, rhs, product(x, y), product(abs(x), abs(y))
 
 
 @pytest.mark.parametrize("carriers", CARRIERS, ids=str)
@@ -70,7 +76,7 @@ def test_products_of_like_scales_are_exact(carriers, target):
             (rows_and_wanted(rng, 96, 126, 128), jnp.bfloat16),
             (sums_and_wanted(rng, 126, 128), jnp.float32),
         )
-        for (lhs, rhs, wanted), dtype in cases:
+        for (lhs, rhs, wanted, _), dtype in cases:
             y = grouped.multiply_packed(tuple(lhs), rhs, places(), dtype, carriers)
             np.testing.assert_array_equal(y, wanted.astype(dtype))
 
@@ -78,12 +84,15 @@ def test_products_of_like_scales_are_exact(carriers, target):
 @pytest.mark.parametrize("carriers", CARRIERS[1:], ids=str)
 @pytest.mark.parametrize("k", [96, pytest.param(8224, marks=pytest.mark.slow)])
 def test_what_carriers_lose_is_recomputed(carriers, k):
-    """Scales span more than FP8 does, so that rows of both operands lose elements, near and far."""
+    """Scales span more than FP8 does, so that rows of both operands lose elements, near and far.
+
+    Hopper's FP8 units align 32 products at a time and keep 13 bits. An element that is lost is off by more.
+    """
     rng = np.random.default_rng(1)
-    for lhs, rhs, wanted in (rows_and_wanted(rng, k, 100, 140), sums_and_wanted(rng, 100, 140)):
+    relative = 2.0**-11 if HAS_GPU and carriers else k * 2.0**-24
+    for lhs, rhs, wanted, sizes in (rows_and_wanted(rng, k, 100, 140), sums_and_wanted(rng, 100, 140)):
         y = np.asarray(grouped.multiply_packed(tuple(lhs), rhs, places(), jnp.float32, carriers), np.float64)
-        scale = np.linalg.norm(wanted, axis=-1, keepdims=True)
-        assert np.all(abs(y - wanted) <= 1e-5 * scale)
+        assert np.all(abs(y - wanted) <= relative * sizes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bfloat16", "float8_e4m3fn"])
@@ -98,6 +107,18 @@ def test_values_are_multiplied_too(dtype):
     np.testing.assert_array_equal(y, wanted)
 
 
+@pytest.mark.parametrize("k_first", [False, True])
+def test_values_are_summed_and_multiplied_by_factors(k_first):
+    rng, r = np.random.default_rng(5), runs()
+    lhs, rhs = (jnp.asarray(rng.integers(-8, 8, (m, r.number * 256)), jnp.bfloat16) for m in (136, 24))
+    x, y = (np.asarray(t, np.float64) for t in (lhs, rhs))
+    wanted = np.stack(by_expert(lambda i, _, columns: x[:, columns] @ y[:, columns].T))
+    operands = (lhs.T, rhs.T) if k_first else (lhs, rhs)
+    factors = jnp.float32(0.5), jnp.full((1, 1), 3, jnp.float32)
+    found = grouped.multiply_values(*operands, places(), jnp.float32, factors, k_first=k_first)
+    np.testing.assert_array_equal(found, 1.5 * wanted)
+
+
 def tensors(rows, span=0):
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, 96)) * jnp.exp2(jnp.round(jnp.linspace(-span, 0, 96)))[None]
@@ -105,7 +126,12 @@ def tensors(rows, span=0):
     return x.astype(jnp.bfloat16), w, 1e-3 * jax.random.normal(keys[2], (rows, 40), jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "implementation"))
+# On GPUs XLA would otherwise not round what the definition rounds to bfloat16 and then multiplies in float32.
+@functools.partial(
+    jax.jit,
+    static_argnames=("policy", "implementation"),
+    compiler_options={"xla_allow_excess_precision": False},
+)
 def products(x, w, dy, sizes, *, policy, implementation):
     def product(x, w):
         options = {"implementation": implementation, "preferred_element_type": dy.dtype}
@@ -123,7 +149,11 @@ def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implemen
     """Without what no expert reads, which is NaN; scales span forty binades.
 
     One scale for all experts, which FP8 has, would be NaN for the weights of an expert without rows.
+    Sums that err by e, relative to the result, change a rounding to bfloat16, of units up to u = 2**-7, in a
+    fraction e/u of cases by u: (e u)**0.5 in the norm. It is below 2e-4 for float32's e of some 2**-22, and
+    below 2e-3 for 2**-12 of Hopper's FP8 units.
     """
+    bound = 2e-3 if HAS_GPU and policy != "bf16" else 2e-4
     x, w, dy = tensors(150, span=40)
     x, dy = x.at[140:].set(jnp.nan), dy.at[140:].set(jnp.nan)
     w = w.at[1].set(0 if policy in ("fprop", "fp8") else jnp.nan)
@@ -132,7 +162,7 @@ def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implemen
     wanted = products(x, w, dy, jnp.array([100, 0, 40]), policy=policy, implementation="reference")
     for a, b in zip(found, wanted, strict=True):
         a, b = (np.asarray(t, np.float64) for t in (a, b))
-        assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
     assert not np.any(found[0][140:])
     assert not np.any(found[1][140:])
     assert not np.any(found[2][1])

@@ -74,6 +74,13 @@ def test_what_one_expert_reads_changes_no_other(name):
     assert np.all(np.isnan(after[2][0]))
 
 
+def test_on_cpus_an_experts_weights_meet_its_own_rows_alone():
+    w = W.at[2].set(jnp.nan)
+    y, dx, _ = ragged(X, w, DY, jnp.array(SIZES), policy="wgrad", implementation="xla")
+    for t in (y, dx):
+        np.testing.assert_array_equal(np.isnan(t).all(axis=1), np.isin(np.arange(100), np.arange(37, 42)))
+
+
 EXACT = [jnp.round(4 * t) / 4 for t in jax.tree.map(lambda t: jnp.clip(t, -8, 8), (X, W, DY))]
 """Inputs whose products have few bits, so that float32 sums them exactly in any order."""
 

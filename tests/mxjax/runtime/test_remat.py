@@ -5,15 +5,18 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from support.llamas import layer_policies
 
 from models import attention, decoder
 from models.configs import DecoderConfig
+from mxjax.operands.computed import swiglu
 from mxjax.products import implementations
 from mxjax.products.implementations import check_remat
 from mxjax.recipes import get_policy
+from mxjax.runtime.remat import recomputed
 from training.memory import kept_bytes
 
 SMALL = DecoderConfig(64, 64, 2, 4, 2, 16, 96)
@@ -161,3 +164,15 @@ def test_cudnn_s_attention_is_kept_with_its_statistics(params, monkeypatch):
         plain = results(SMALL) if mode == "dots" else operands(SMALL)
         found = kept(params, "wgrad_hadamard", implementation, mode)
         assert found == pytest.approx(plain + (mode == "fp4") * result + statistics, rel=1e-3)
+
+
+def test_only_the_argument_of_what_is_recomputed_is_kept():
+    """A barrier hides it from XLA, which would find the common subexpressions and keep them."""
+    x, dy = (jax.random.normal(jax.random.key(i), (4, 64), jnp.bfloat16) for i in range(2))
+    y, vjp = jax.vjp(recomputed(swiglu), x)
+    assert [t.shape for t in jax.tree.leaves(vjp)] == [x.shape]
+    wanted, plain = jax.vjp(swiglu, x)
+    np.testing.assert_array_equal(y, wanted)
+    np.testing.assert_array_equal(vjp(dy[:, :32])[0], plain(dy[:, :32])[0])
+    lowered = jax.jit(lambda x, dy: jax.vjp(recomputed(swiglu), x)[1](dy)).lower(x, dy[:, :32])
+    assert lowered.as_text().count("optimization_barrier") == 1
