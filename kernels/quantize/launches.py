@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from mxjax.kernels.device.quest import QUEST
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
 from mxjax.kernels.quantize.hopper import (
@@ -47,9 +48,14 @@ def check_use(use: OperandUse) -> None:
 
 
 def fit(pair: Pair, form: Form, target: Target | None, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
-    """Whether the kernel takes a tensor [..., r, c] of this size: its offsets, and the grids of CUDA."""
+    """Whether the kernel takes a tensor [..., r, c]: its offsets, the grids of CUDA, and the rule `quest`.
+
+    Nobody has run that on HIP.
+    """
     *batch, r, c = shape
     if max(r, c) >= LONGEST_AXIS:
+        return False
+    if target is not None and target.backend == "hip" and any(use and _is_quest(use) for use in pair):
         return False
     if target is None or target.backend != "cuda":
         return True
@@ -210,6 +216,15 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 
 
+def _is_quest(use: OperandUse) -> bool:
+    return use.operand.scale_rule == "quest"
+
+
+def carry_of(use: OperandUse) -> int:
+    """Returns the kernels' constant CARRY for a use's scale rule."""
+    return QUEST.value if _is_quest(use) else rule_carry(use.operand.scale_rule, E2M1)
+
+
 def _is_plain(use: OperandUse) -> bool:
     """Whether the use has 1-D blocks and rule `floor`, but no signs and no prescale."""
     o = use.operand
@@ -264,7 +279,7 @@ def _use_constants(use: OperandUse, form: Form, length: int) -> dict[str, object
         "ROTATION": use.rotation_size,
         "FACTOR": float(np.float32(use.rotation_size**-0.5)),
         "SIGNS": use.has_signs,
-        "CARRY": rule_carry(use.operand.scale_rule, E2M1),
+        "CARRY": carry_of(use),
         "SQUARE": use.operand.is_square,
         "STOCHASTIC": use.operand.rounding == "stochastic",
         "PRESCALE": use.operand.prescale or 1,
