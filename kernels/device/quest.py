@@ -1,4 +1,4 @@
-"""The scale rule `quest` inside kernels: the standard deviation of each block of 32, as `block_std` defines it."""
+"""The scale rule `quest` inside kernels; see `mxjax.numerics.scales.quest_scale` and `block_std`."""
 
 import triton
 import triton.language as tl

@@ -165,10 +165,8 @@ def _kept(
         ys = ys + (widen(xs[i]),)
     if ROTATION > 1:
         ys = rotate_groups(ys, ROTATION, GROUP, GROUPS, OTHER, FACTOR)
-    if CARRY == QUEST:
-        byte = quest_bytes(ys, GROUP, GROUPS, OTHER)
-    else:
-        byte = block_scale(largest(ys, GROUP), CARRY)
+    quest: tl.constexpr = CARRY == QUEST
+    byte = quest_bytes(ys, GROUP, GROUPS, OTHER) if quest else block_scale(largest(ys, GROUP), CARRY)
     inverse = inverse_scale(byte)
     kept = ()
     for i in tl.static_range(GROUP):
@@ -179,7 +177,7 @@ def _kept(
 @triton.jit
 def _rounded(y, DTYPE: tl.constexpr):
     """Returns float32 values in DTYPE; bfloat16 from bits, since Triton's interpreter truncates."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         y = (_bfloat16_bits(y) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return y
 

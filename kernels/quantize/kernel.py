@@ -310,7 +310,7 @@ def _store_scales(
     """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
 
     Args:
-      amax: float32 bits of the largest magnitudes, not yet multiplied by FACTOR; with QUEST the blocks' bytes.
+      amax: float32 bits of the largest magnitudes, not yet multiplied by FACTOR; with QUEST the bytes.
     """
     BLOCKS: tl.constexpr = GROUPS * GROUP // 32
     if CARRY == QUEST:

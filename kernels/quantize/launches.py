@@ -20,7 +20,7 @@ from mxjax.kernels.quantize.hopper import (
     quantize_pairs_kernel,
 )
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
-from mxjax.numerics.formats import BLOCK, E2M1
+from mxjax.numerics.formats import BLOCK, E2M1, get_format
 from mxjax.numerics.scales import rule_carry
 from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import Target
@@ -313,10 +313,18 @@ HOPPER_TILE = Tile(128, 128, 4, GROUP.value)
 def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> Tile:
     """Returns the tile in which `block16` quantizes a tensor of this shape, in groups of 32."""
     *_, r, c = shape
-    tile = _tile(target, pair, r, 2 * c)._replace(group=32)
+    tile = _with_whole_runs(_tile(target, pair, r, 2 * c)._replace(group=32), pair)
     eden = [use.operand.eden or 1 if use else 1 for use in pair]
-    tile = _with_whole_runs(tile, pair)
-    return tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
+    tile = tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
+    along_rows, along_columns = (get_format(use.operand.format).outer_block if use else 0 for use in pair)
+    rows, columns = max(tile.rows, along_columns), max(tile.columns, along_rows)
+    if None in pair:  # a thread has as many elements in a longer tile
+        return tile._replace(
+            rows=rows * tile.columns // columns if along_rows else rows,
+            columns=columns * tile.rows // rows if along_columns else columns,
+        )
+    warps = tile.warps * rows * columns // (tile.rows * tile.columns)
+    return Tile(rows, columns, warps, tile.group)
 
 
 def _with_whole_runs(tile: Tile, pair: Pair) -> Tile:

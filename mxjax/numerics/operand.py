@@ -195,7 +195,7 @@ class Operand:
         f = get_format(self.format)
         blocks = self.block_shape in (None, 16, (1, 16), (16, 16))
         runs = self.eden in (None, 16, 32, 64, 128)
-        return f.scale_element is not None and not f.outer_block and blocks and runs and not self.prescale
+        return f.scale_element is not None and blocks and runs and not self.prescale
 
     @property
     def is_square(self) -> bool:

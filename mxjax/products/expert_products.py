@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.blocks import pad
-from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.kernel_operand import KernelOperand, decode, values_of_runs
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_runs import Runs, runs_of
@@ -138,6 +138,8 @@ def _product(
 
             carriers = CARRIERS[name] if implementation == "fp8_carriers" else None
             return multiply_packed(lhs.packed, rhs.packed, _places(runs), dtype, carriers)
+        case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
+            left, right, precision = values_of_runs(lhs), values_of_runs(rhs), lax.Precision.HIGHEST
         case KernelOperand(), KernelOperand():
             left, right, precision = lhs.elements, rhs.elements, options.precision
         case MXArray(), MXArray():

@@ -39,6 +39,8 @@ def multiply(
     match lhs, rhs:
         case KernelOperand(), KernelOperand() if implementation == "fp8_tensor":
             return _multiply_fp8_tensors(lhs, rhs, dtype, layout)
+        case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
+            return Product(_multiply_runs(lhs, rhs, dtype, layout))
         case KernelOperand(scales=None), KernelOperand():
             raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
         case KernelOperand(), KernelOperand():
@@ -78,6 +80,18 @@ def _multiply_bfloat16(
     """Multiplies K-major operands that a kernel dequantized, without their factors."""
     right, result = to_multiply(rhs.elements, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
     return contract(lhs.elements, -1, right, -1, precision, result)
+
+
+def _multiply_runs(
+    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, layout: Layout | None
+) -> jax.Array:
+    """Multiplies K-major operands with a scale for each run."""
+    from mxjax.kernels.matmul.scaled_blocks import matmul
+
+    assert lhs.run_scales is not None
+    assert rhs.run_scales is not None
+    scales = to_multiply(rhs.run_scales, None if layout is None else layout.transposed)
+    return matmul(lhs.elements, lhs.run_scales, to_multiply(rhs.elements, layout), scales, dtype)
 
 
 def _multiply_packed(

@@ -1,6 +1,5 @@
 """The quantizer kernel against the definitions in `mxjax`, bit for bit, and against torchao and gfloat."""
 
-import dataclasses
 import pathlib
 
 import gfloat
@@ -124,26 +123,6 @@ def test_rules_and_roundings(rule, rounding, form):
     x = draw_tensor(np.random.default_rng(0), (64, 64), "wide", "bfloat16")
     plain, prescaled = (Operand(scale_rule=rule, rounding=rounding, prescale=p) for p in (None, 0.75))
     assert_as_defined(x, OperandUse(-1, plain), OperandUse(-2, prescaled), form=form)
-
-
-QUEST = Operand(scale_rule="quest")
-
-
-def check_quest(kind):
-    x = np.array(draw_tensor(np.random.default_rng(2), (70, 100), kind, "bfloat16"))
-    x[:, 32:64] = x[:, 32:33]  # their deviation is zero
-    x[40:48] *= 2.0**120  # their sums of squares overflow
-    drawn = dataclasses.replace(QUEST, rounding="stochastic", prescale=0.75)
-    for form in ("packed", "bf16"):
-        assert_as_defined(jnp.asarray(x), OperandUse(-1, QUEST), OperandUse(-2, QUEST), form=form)
-        assert_as_defined(jnp.asarray(x), OperandUse(-1, QUEST, Rotation(32)), form=form)
-        uses = OperandUse(-1, drawn), OperandUse(-2, QUEST, Rotation(16))
-        assert_as_defined(jnp.asarray(x), *uses, form=form)
-
-
-@pytest.mark.parametrize("kind", ["normal", "special"])
-def test_quest(kind):
-    check_quest(kind)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +282,3 @@ def test_butterfly(size, group):
     }
     [y] = triton_call(rotate_kernel, x, out=[jax.ShapeDtypeStruct(x.shape, x.dtype)], grid=(1,), **constants)
     np.testing.assert_array_equal(oracles.bits(y), oracles.bits(mxjax.rotate(x, size)))
-
-
-@pytest.mark.usefixtures("nvidia_tiles")
-@pytest.mark.parametrize("kind", ["normal", "special"])
-def test_quest_in_nvidia_tiles(kind):
-    check_quest(kind)

@@ -1,4 +1,4 @@
-"""The kernel for the gradient through a quantization that clips, against `through_quantization` without it."""
+"""The kernel for the gradient through a quantization that clips, against its definition."""
 
 import jax
 import jax.numpy as jnp
