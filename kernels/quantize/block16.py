@@ -177,7 +177,7 @@ class _Start(NamedTuple):
 def _quantizer(pair: Pair, before: str, target: Target | None):
     """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], and factors or mean.
 
-    vmap grows v. It returns the words and the scales of each wanted side: [v], or [v, b, runs, other] of runs.
+    vmap grows v. It returns words and scales of each wanted side, scales [v] or of runs [v, b, runs, other].
     """
 
     def run(x, scalars, *more):

@@ -4,6 +4,7 @@ Callbacks cannot run inside a partitioned function, so Triton's interpreter cann
 tested is how tensors are cut up, and that random bits go by the position in the whole.
 """
 
+import functools
 import re
 
 import jax
@@ -24,12 +25,13 @@ from plain_kernels import (
     plain_gradients,
     plain_kernel,
     plain_product,
+    plain_runs,
 )
 
 import mxjax
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
-from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
+from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
 from mxjax.kernels.quantize import block16, fp8, fp8_computed, quantizer
 from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
@@ -91,6 +93,7 @@ def main() -> None:
     check_awkward(mesh, quantize)
     check_long_runs(mesh)
     check_block16(mesh)
+    check_runs(mesh)
     check_matmul(mesh)
     check_explicit()
     check_fp8(mesh)
@@ -154,17 +157,33 @@ def check_long_runs(mesh) -> None:
 def check_block16(mesh) -> None:
     """Each device quantizes its shard with the largest magnitude of all."""
     block16.triton_call = plain_block16
-    uses = [OperandUse(axis, Operand("nvfp4"), Rotation(16)) for axis in (-1, -2)]
+    x = jax.random.normal(jax.random.key(12), (2, 1024, 1024))
+    for name in ("nvfp4", "nvfp4_1x128"):
+        uses = [OperandUse(axis, Operand(name), Rotation(16)) for axis in (-1, -2)]
+        quantize = functools.partial(block16.quantize_block16, uses=uses)
+        with use_target(INTERPRETER):
+            wanted = jax.jit(quantize)(x)
+            largest = wanted[1].tensor_scale if name == "nvfp4" else jnp.max(wanted[1].run_scales)
+            np.testing.assert_array_equal(largest, jnp.max(jnp.abs(x)))
+            for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
+                check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
 
-    def quantize(x):
-        return block16.quantize_block16(x, uses)
 
-    x = jax.random.normal(jax.random.key(12), (2, 512, 512))
+def check_runs(mesh) -> None:
+    """Products of runs are summed over the devices that have them."""
+    scaled_blocks.triton_call = plain_runs
+    keys = jax.random.split(jax.random.key(14), 4)
+    lhs, rhs = (jax.random.normal(key, (256, 1024), jnp.bfloat16) for key in keys[:2])
+    scales = [jnp.exp2(jax.random.randint(key, (8, 256), -3, 4)) for key in keys[2:]]
+    multiply = jax.jit(functools.partial(scaled_blocks.matmul, dtype=jnp.float32))
     with use_target(INTERPRETER):
-        wanted = jax.jit(quantize)(x)
-        np.testing.assert_array_equal(wanted[1].tensor_scale, jnp.max(jnp.abs(x)))
-        for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
-            check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+        wanted = multiply(lhs, scales[0], rhs, scales[1])
+        for spec in (P("a"), P(None, "a"), P("a", "b"), P(None, ("a", "b"))):
+            of_elements = NamedSharding(mesh, spec)
+            of_scales = NamedSharding(mesh, P(*(*spec, None)[1::-1]))
+            placed = jax.device_put((lhs, scales[0]), (of_elements, of_scales))
+            got = multiply(*placed, rhs, scales[1])
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-3)
 
 
 def mesh_size(mesh, axis) -> int:
