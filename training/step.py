@@ -130,7 +130,7 @@ def make_train_step(
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
         then, unless the loss or a gradient depends on the element.
       scales_of: returns, from the optimizer's state, a fourth argument of the loss. Its gradients, maxima
-        over the parts of a batch, are `amax=` of the optimizer's update; see `training.delayed`.
+        over the parts of a batch, are `amax=` of the optimizer's update; see `training.optimizer.delayed`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
