@@ -134,15 +134,15 @@ def clip_kernel(
     group, other = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, OTHER)[None, :]
     row_factors += matrix * R + r0
     column_factors += matrix * C + c0
+    along, across = (row_factors, column_factors) if COLUMNS else (column_factors, row_factors)
+    length, others = (rows, columns) if COLUMNS else (columns, rows)
+    if FACTORED:
+        of_other = tl.load(across + other, other < others, 0)
     ys = ()
     for i in tl.static_range(GROUP):
         y = widen(gs[i])
         if FACTORED:
-            row, column = (group + i, other) if COLUMNS else (other, group + i)
-            y = y * (
-                tl.load(row_factors + row, row < rows, 0)
-                * tl.load(column_factors + column, column < columns, 0)
-            )
+            y = y * (tl.load(along + group + i, group + i < length, 0) * of_other)
         ys = ys + (y * kept[i],)
     if ROTATION > 1:
         ys = rotate_groups(ys, ROTATION, GROUP, GROUPS, OTHER, FACTOR)
