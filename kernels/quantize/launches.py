@@ -314,6 +314,11 @@ def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> T
     """Returns the tile in which `block16` quantizes a tensor of this shape, in groups of 32."""
     *_, r, c = shape
     tile = _with_whole_runs(_tile(target, pair, r, 2 * c)._replace(group=32), pair)
+    alone = next((use for use in pair if use), None) if None in pair else None
+    if alone and alone.operand.four_over_six and alone.rotation_size <= 32:
+        # Rounding each element twice, a thread with two groups takes all registers there are.
+        halved = "columns" if alone.axis == -1 else "rows"
+        tile = tile._replace(**{halved: getattr(tile, halved) // 2})
     eden = [use.operand.eden or 1 if use else 1 for use in pair]
     tile = tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
     along_rows, along_columns = (get_format(use.operand.format).outer_block if use else 0 for use in pair)
