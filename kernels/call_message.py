@@ -23,7 +23,7 @@ class MachineCode(NamedTuple):
       name: the kernel's symbol in it.
       num_warps: warps a program, each as wide as the device's.
       shared_bytes: shared memory of a program.
-      scratch_bytes, scratch_alignment: global scratch memory of a program.
+      scratch_bytes, scratch_alignment: global scratch memory of a program, for tensor descriptors.
       compute_capability: 90 for sm_90, 0 on HIP.
     """
 
@@ -41,7 +41,9 @@ def encode_call(code: MachineCode, grid: Sequence[int], arrays: int, sizes: Sequ
 
     Args:
       arrays: number of arrays to whose memory the kernel takes pointers, its first arguments.
-      sizes: its other arguments, int32.
+      sizes: its other arguments, int32. If the kernel needs scratch memory, that is one more array, which
+        comes last, as Triton's kernels take it: jaxlib would allocate it in every launch, and a CUDA graph
+        with such an allocation cannot be part of another, as XLA's command buffers need it.
     """
     x, y, z = (*grid, 1, 1)[:3]
     image = _text(1, code.image) + _text(2, code.name.encode()) + _number(3, code.shared_bytes)
@@ -49,11 +51,11 @@ def encode_call(code: MachineCode, grid: Sequence[int], arrays: int, sizes: Sequ
     # In place of PTX its digest: jaxlib keeps loaded kernels by name and by this text.
     kernel += _text(4, hashlib.sha256(code.image).hexdigest().encode())
     kernel += _number(6, code.compute_capability) + _number(10, 1) + _text(11, image)
-    if code.scratch_bytes:
-        kernel += _number(12, code.scratch_bytes) + _number(13, code.scratch_alignment)
     call = _text(1, kernel) + _number(2, x) + _number(3, y) + _number(4, z)
     call += _text(5, _text(1, _number(2, ALIGNMENT))) * arrays
     call += b"".join(_text(5, _number(3, size)) for size in sizes)
+    if code.scratch_bytes:
+        call += _text(5, _text(1, _number(2, code.scratch_alignment)))
     return zlib.compress(_text(1, call) + _text(4, code.name.encode()))
 
 

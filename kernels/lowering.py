@@ -164,7 +164,11 @@ def _lower(platform: str, context, *operands, kernel, out, grid, target, options
     code = start_compiling(kernel, dtypes, *target, options, constants).result()
     aliases = {0: 0} if in_place else {}
     lower = jax.ffi.ffi_lowering(CALL, operand_output_aliases=aliases)
-    return lower(context, *operands, opaque=encode_call(code, grid, len(avals), sizes))
+    if code.scratch_bytes:  # one more result, which nothing reads
+        scratch = ShapedArray((math.prod(grid) * code.scratch_bytes,), jax.numpy.uint8)
+        context = context.replace(avals_out=[*context.avals_out, scratch])
+    results = lower(context, *operands, opaque=encode_call(code, grid, len(avals), sizes))
+    return results[: len(avals) - len(operands)]
 
 
 for _platform in PLATFORMS.values():

@@ -178,7 +178,8 @@ def launch_values(
 def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, dtype, carriers, target) -> jax.Array:
     """Returns the product on FP8 carriers, recomputed where elements were lost."""
     of_rows = rhs.ndim == 3
-    left = carry_operand(lhs[None], lhs_scales[None], carriers[0], target, carriers[0] == "e5m2")
+    grouped = of_rows and carriers[0] == "e5m2"  # for Dgrad's gradient, as in `fp8_matmul`
+    left = carry_operand(lhs[None], lhs_scales[None], carriers[0], target, grouped)
     batched = (rhs, rhs_scales) if of_rows else (rhs[None], rhs_scales[None])
     right = carry_operand(*batched, carriers[1], target)
     y = launch_values(_first(left), (right.elements, right.unit) if of_rows else _first(right), places, dtype)

@@ -12,7 +12,7 @@ CODE = MachineCode(
     name="some_kernel",
     num_warps=8,
     shared_bytes=100_000,
-    scratch_bytes=300,
+    scratch_bytes=0,
     scratch_alignment=128,
     compute_capability=90,
 )
@@ -35,8 +35,6 @@ def test_the_kernel():
         4: [hashlib.sha256(CODE.image).hexdigest().encode()],  # in place of PTX
         6: [90],  # compute capability
         10: [1],  # CTAs of a cluster
-        12: [300],  # scratch memory
-        13: [128],
     }
     assert image == {1: [CODE.image], 2: [b"some_kernel"], 3: [100_000]}
 
@@ -58,6 +56,10 @@ def test_sizes_follow_the_arrays():
     assert [fields_of(parameter) for parameter in call[5][1:]] == [{3: [768]}, {3: [0]}]  # int32
 
 
-def test_a_kernel_without_scratch_memory_names_none():
-    _, _, kernel = decode(encode_call(CODE._replace(scratch_bytes=0), (1,), 1))
+def test_scratch_memory_is_an_array_after_the_sizes():
+    """And jaxlib is not told to allocate it."""
+    _, call, kernel = decode(encode_call(CODE._replace(scratch_bytes=300), (1,), 1, (768,)))
     assert not {12, 13} & kernel.keys()
+    *_, size, scratch = (fields_of(parameter) for parameter in call[5])
+    assert size == {3: [768]}
+    assert fields_of(scratch[1][0]) == {2: [128]}
