@@ -29,8 +29,8 @@ def accumulate_tile(
     It is summed over `steps` steps of BLOCK_K from step `first`, an even one; or over all of K if `steps` is
     None and `first` 0.
     """
-    x_rows = rows_of(tile_m, M, BLOCK_M)
-    y_rows = rows_of(tile_n, N, BLOCK_N)
+    x_rows = _rows_of(tile_m, M, BLOCK_M)
+    y_rows = _rows_of(tile_n, N, BLOCK_N)
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     x_offsets = x_rows[:, None] * (K // 2) + packed[None, :]
@@ -245,7 +245,7 @@ def _start(batch, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_of(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns a tile's rows relative to its first; those past the end repeat the last and are not stored."""
     rows = tl.arange(0, BLOCK)
     if ROWS % BLOCK != 0:
