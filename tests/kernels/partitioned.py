@@ -19,6 +19,7 @@ from plain_kernels import (
     plain_block16,
     plain_carry,
     plain_cast,
+    plain_clip,
     plain_computed,
     plain_computed_cast,
     plain_correct,
@@ -32,7 +33,7 @@ import mxjax
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
-from mxjax.kernels.quantize import block16, fp8, fp8_computed, quantizer
+from mxjax.kernels.quantize import block16, clipped, fp8, fp8_computed, quantizer
 from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.operand import Operand
@@ -95,6 +96,7 @@ def main() -> None:
     check_long_runs(mesh)
     check_block16(mesh)
     check_runs(mesh)
+    check_clip(mesh)
     check_matmul(mesh)
     check_explicit()
     check_fp8(mesh)
@@ -181,6 +183,22 @@ def check_block16(mesh) -> None:
             np.testing.assert_array_equal(largest, jnp.max(jnp.abs(x)))
             for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
                 check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+
+
+def check_clip(mesh) -> None:
+    """Each device takes the gradient of its shard, in whole blocks."""
+    clipped.triton_call = plain_clip
+    raw, x = jax.random.normal(jax.random.key(15), (2, 256, 256))
+    product = Product(raw, (jnp.arange(256.0), 1 + jnp.arange(256.0)))
+    for axis in (-1, -2):
+        use = OperandUse(axis, Operand(gradient="clipped"), Rotation(32))
+        gradient = jax.jit(functools.partial(clipped.clipped_gradient, use=use, dtype=jnp.float32))
+        wanted = gradient(product, x)
+        for spec in (P("a", "b"), P(("a", "b")), P(None, "a"), P()):
+            sharding = NamedSharding(mesh, spec)
+            got = gradient(product._replace(raw=jax.device_put(raw, sharding)), jax.device_put(x, sharding))
+            np.testing.assert_array_equal(got, wanted)
+            assert got.sharding.is_equivalent_to(sharding, 2)
 
 
 def check_runs(mesh) -> None:

@@ -103,6 +103,13 @@ def plain_runs(kernel, *operands, out, **_):
     return [jnp.einsum("bmk,bnk->bmn", left, right, precision="highest").astype(out[0].dtype)]
 
 
+def plain_clip(kernel, raw, x, row_factors, column_factors, *, out, **_):
+    """Returns what the kernel that clips gradients reads in each place: all of it counts."""
+    del kernel
+    y = raw * (row_factors[..., :, None] * column_factors[..., None, :])
+    return [(y + x).astype(out[0].dtype)]
+
+
 def plain_carry(lhs, rhs, carriers, target, grouped):
     """Carries both operands as the carrier kernel does, by the definition, with one flag a batch."""
     del target, grouped
