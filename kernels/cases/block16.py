@@ -14,15 +14,22 @@ from mxjax.kernels.quantize.block16_kernel import largest_kernel
 from mxjax.runtime.devices import Target, use_target
 
 LARGE, SMALL = (8192, 4096), (65, 97)
-RECIPES = {"nvfp4": (LARGE, SMALL), "four_over_six": (SMALL,), "quartet2": (SMALL,), "ue5m3": (SMALL,)}
+RECIPES = {
+    "nvfp4": (LARGE, SMALL),
+    "four_over_six": (SMALL,),
+    "quartet2": (SMALL,),
+    "ue5m3": (SMALL,),
+    "tetrajet_v2": (SMALL,),
+}
 TENSORS = {"activation": "bfloat16", "gradient": "bfloat16", "weight": "float32"}
 
 _MEANINGS = {
     "x": "the tensor, row-major",
     "scalars": "words of keys and signs, as `mxjax.kernels.quantize.block16_kernel` says",
     "maxima": "bits of the largest magnitudes that the two sides quantize",
-    "mean": "not read",
-    "units": "the tensor scale of rows and of columns",
+    "before": "not read",
+    "row_units": "the tensor scale, or those of runs",
+    "column_units": "the tensor scale, or those of runs",
     "plain": "bits of each tile's largest magnitude",
     "rotated": "as plain, after the rotation",
     "row_words": "values without the tensor scale, K-major",
@@ -88,8 +95,6 @@ def _signature(names, arrays, n_inputs: int, constants: dict[str, Any]) -> dict[
         role, view = "input" if i < n_inputs else "output", None
         if not _is_wanted(name, constants):
             role = "unused"
-        if name == "units" and None in (constants["ROW"], constants["COLUMN"]):
-            role = "scratch"  # one of the two is not written
         if name.endswith("words") and role == "output":
             view = (*array.shape[:-1], 2 * array.shape[-1]), "bfloat16"
         found[name] = Argument(array.shape, array.dtype.name, role, _MEANINGS[name], view)
@@ -102,8 +107,8 @@ def _is_wanted(name: str, constants: dict[str, Any]) -> bool:
             return constants["PLAIN"]
         case "rotated":
             return constants["ROTATION"] > 1
-        case "row_words" | "column_words":
-            return constants[name.removesuffix("_words").upper()] is not None
+        case "row_words" | "column_words" | "row_units" | "column_units":
+            return constants[name.split("_")[0].upper()] is not None
     return True
 
 

@@ -37,7 +37,7 @@ def uses_of_tensor(recipe: str, tensor: str) -> list[OperandUse]:
 def block16_inputs(*, shape: list[int], dtype: str, recipe: str, tensor: str, draws: bool) -> Arrays:
     """Draws x [1, 1, rows, columns], with the largest magnitudes and what the uses draw.
 
-    A kernel that reads no scalars or no mean gets x in their stead.
+    A kernel that reads no scalars, or nothing for a step before, gets x in their stead.
     """
     rng = np.random.default_rng(0)
     rows = np.exp2(rng.integers(-8, 8, (shape[0], 1)))
@@ -51,7 +51,7 @@ def block16_inputs(*, shape: list[int], dtype: str, recipe: str, tensor: str, dr
             scalars[0, 8 * i : 8 * i + 8] = _words(uses[axis])
     scalars[0, 16] = np.float32(1).view(np.uint32)
     x = x[None, None]
-    return {"x": x, "maxima": maxima, "scalars": scalars if draws else x, "mean": x}
+    return {"x": x, "maxima": maxima, "scalars": scalars if draws else x, "before": x}
 
 
 def _bits(x: jax.Array) -> np.ndarray:
@@ -72,14 +72,18 @@ def _words(use: OperandUse) -> np.ndarray:
 
 def block16_outputs(inputs: Arrays, *, recipe: str, tensor: str, **_: object) -> Arrays:
     """Computes the values of the sides without their tensor scales, and those scales."""
-    x, outputs = jnp.asarray(inputs["x"][0, 0]), {"units": np.zeros((1, 2), np.float32)}
+    x, outputs = jnp.asarray(inputs["x"][0, 0]), {}
     for use in uses_of_tensor(recipe, tensor):
         # Kernels rotate the zeros beyond the edge too, which gives them signs.
         length = use.padded(x.shape[use.axis])
         q = bfloat16_by_definition(pad(x, use.axis % 2, length), use)
         name = "row" if use.axis == -1 else "column"
         outputs[f"{name}_words"] = np.asarray(q.elements)[None, None]
-        outputs["units"][0, int(use.axis == -2)] = 1 if q.tensor_scale is None else np.squeeze(q.tensor_scale)
+        if q.run_scales is not None:
+            outputs[f"{name}_units"] = np.asarray(q.run_scales)[None, None]
+        else:
+            unit = 1 if q.tensor_scale is None else np.squeeze(q.tensor_scale)
+            outputs[f"{name}_units"] = np.full(1, unit, np.float32)
     return outputs
 
 

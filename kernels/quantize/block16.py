@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
-from mxjax.kernels.quantize.block16_kernel import SIDE, largest_kernel, quantize_block16_kernel
+from mxjax.kernels.quantize.block16_kernel import RUN, SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
 from mxjax.kernels.quantize.quantizer import elements_of, placed_scalars, scalars_of
 from mxjax.numerics.formats import UE5M3, get_format
@@ -41,6 +41,7 @@ class Side:
       tensor_divisor: units of the tensor scale in its largest magnitude; 0 without a tensor scale.
       scale_least, scale_most: smallest normal and largest block scale.
       scale_never_zero: whether a scale that would be zero is one.
+      run: elements that share what is otherwise the tensor scale, or 0.
       four_over_six: the error by which scales are chosen, or "".
       eden: number of elements that share a correction, or 0.
     """
@@ -55,6 +56,7 @@ class Side:
     scale_least: float
     scale_most: float
     scale_never_zero: bool
+    run: int
     four_over_six: FourOverSix | str
     eden: int
 
@@ -78,13 +80,19 @@ def side_of(use: OperandUse) -> Side:
         2.0**scale.emin,
         scale.max,
         scale is UE5M3,
+        f.outer_block,
         o.four_over_six or "",
         o.eden or 0,
     )
 
 
+def _run_of(use: OperandUse | None) -> int:
+    """Returns how many elements share a float32 scale, or 0 where the tensor has one or none."""
+    return get_format(use.operand.format).outer_block if use else 0
+
+
 def _largest_scale(use: OperandUse) -> float | None:
-    """Returns the block scale of the tensor's largest block; None without a tensor scale."""
+    """Returns the block scale of the largest block of the tensor or run; None without such a scale."""
     f = get_format(use.operand.format)
     assert f.scale_element is not None
     return use.operand.scale_max or (f.scale_element.max if f.tensor_scale else None)
@@ -95,33 +103,46 @@ def quantize_block16(
     uses: Sequence[OperandUse],
     factor: Float32[Array, ""] | None = None,
     mean: Float32[Array, "*b 1 c"] | None = None,
+    run_factors: Float32[Array, "*b runs r"] | None = None,
 ) -> list[KernelOperand]:
-    """Returns x, times the factor or without its mean, quantized for each use, at most one for each axis.
+    """Returns x, times its factor or those of runs, or without its mean, quantized for each use.
 
-    x is read once for the largest magnitudes that tensor scales need, and once to quantize it, but for each
-    use apart where one launch has too few registers for both. The bits are those that `mxjax.rotate` and
-    `mxjax.quantize` define, on the CPU: XLA's divisions on GPUs are not rounded correctly.
+    There is at most one for each axis. x is read once for the largest magnitudes that tensor scales need, and
+    once to quantize it, but for each use apart where one launch has too few registers for both. The bits are
+    those that `mxjax.rotate` and `mxjax.quantize` define, on the CPU: XLA's divisions on GPUs are not rounded
+    correctly.
 
     Args:
       uses: their operands are `Operand.is_block16`, without a split, and rotations H128 at most.
+      run_factors: a factor for each 128 columns of a row.
     """
     *batch, r, c = x.shape
     by_axis = {use.axis: use for use in uses}
     both = by_axis.get(-1), by_axis.get(-2)
     rows, columns = (use and use.options for use in both)
     x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
-    run = _quantizer((rows, columns), factor is not None, current_target())
+    flat, before, more = (1, math.prod(batch)), "", []
+    if run_factors is not None:
+        before, more = "factors", [run_factors.reshape(*flat, -1, r)]
+    elif mean is not None:
+        before, more = "mean", [mean.reshape(*flat, c)]
+    elif factor is not None:
+        before = "factor"
+    run = _quantizer((rows, columns), before, current_target())
     bits = lax.bitcast_convert_type(jnp.float32(1) if factor is None else factor, jnp.uint32)
     scalars = jnp.concatenate([*(_words(use) for use in both), bits[None]])
-    flat = (1, math.prod(batch))
-    means = [] if mean is None else [mean.reshape(*flat, c)]
-    *words, units = run(x.reshape(*flat, r, c), scalars[None], *means)
+    results = run(x.reshape(*flat, r, c), scalars[None], *more)
     made = {}
-    for i, (use, other) in enumerate(((rows, r), (columns, c))):
-        if use is not None:
-            elements = elements_of(words.pop(0), "bf16")
-            unit = units[0, i] if _largest_scale(use) else None
-            made[use.axis] = KernelOperand(elements.reshape(*batch, other, -1), None, None, unit)
+    for use, other in ((rows, r), (columns, c)):
+        if use is None:
+            continue
+        elements, unit = elements_of(results.pop(0), "bf16").reshape(*batch, other, -1), results.pop(0)
+        q = KernelOperand(elements, None)
+        if _run_of(use):
+            q = dataclasses.replace(q, run_scales=unit.reshape(*batch, -1, other))
+        elif _largest_scale(use):
+            q = dataclasses.replace(q, tensor_scale=unit[0])
+        made[use.axis] = q
     return [made[use.axis] for use in uses]
 
 
@@ -138,32 +159,31 @@ def _words(use: OperandUse | None) -> UInt32[Array, "8"]:
 
 
 class _Start(NamedTuple):
-    """Steps before the quantization: whether a factor or a mean is applied; and the target."""
+    """The step before the quantization, as the kernel's BEFORE, and the target."""
 
-    factored: bool
-    centered: bool
+    before: str
     target: Target | None
 
 
 @functools.cache
-def _quantizer(pair: Pair, factored: bool, target: Target | None):
-    """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], mean or none; vmap grows v.
+def _quantizer(pair: Pair, before: str, target: Target | None):
+    """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], and factors or mean.
 
-    It returns the words of the wanted sides and the tensor scales [v, 2].
+    vmap grows v. It returns words and scales of each wanted side, scales [v] or of runs [v, b, runs, other].
     """
 
-    def run(x, scalars, *mean):
+    def run(x, scalars, *more):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
-        start = _Start(factored, bool(mean), target)
-        maxima = _maxima(pair, start, x, scalars, [*places, *mean])
-        return _on_mesh(pair, start, x.shape, scalars.shape[0])(x, maxima, scalars, *places, *mean)
+        start = _Start(before, target)
+        maxima = _maxima(pair, start, x, scalars, [*places, *more])
+        return _on_mesh(pair, start, x.shape, scalars.shape[0])(x, maxima, scalars, *places, *more)
 
     return batched_by_vmap(run, shared=1)
 
 
 def _maxima(pair: Pair, start: _Start, x, scalars, places) -> Int32[Array, "v 2"]:
     """Returns the bits of x's largest magnitude as each use rotates it; 0 where no tensor scale needs it."""
-    scaled = [use if use and _largest_scale(use) else None for use in pair]
+    scaled = [use if use and _largest_scale(use) and not _run_of(use) else None for use in pair]
     rotated = [use for use in scaled if use and use.rotation]
     plain = any(use and not use.rotation for use in scaled)
     found = {}
@@ -182,8 +202,9 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
     *_, r, c = shape
     tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), start.target, shape)
     r_axis, r_sizes, r_whole = compound("r", r, tile.rows)
-    c_axis, c_sizes, c_whole = compound("c", c, tile.columns)
+    c_axis, c_sizes, c_whole = compound("c", c, max(tile.columns, RUN.value * (start.before == "factors")))
     sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
+    arguments = _arguments(r_axis, c_axis, scalars, "", start, sizes, whole)
     axes = []
     for name, size in (("r", tile.rows), ("c", tile.columns)):
         axis, more, uncut = along(name, "tiles", sizes.get(f"{name}i", 0) // size)
@@ -191,7 +212,7 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
         whole += uncut
         axes.append(axis)
     result = f"v b {' '.join(axes)}"
-    rule = _arguments(r_axis, c_axis, scalars, "", start) + f" -> {result}, {result}"
+    rule = arguments + f" -> {result}, {result}"
 
     def run(x, scalars, *places):
         v, b, r, c = x.shape
@@ -210,7 +231,7 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
             largest_kernel,
             x,
             scalars,
-            _mean(start, x, places),
+            _before(start, x, places),
             out=out,
             grid=grid,
             num_warps=tile.warps,
@@ -221,48 +242,62 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
     return partitioned(run, rule, sizes, whole)
 
 
-def _arguments(r_axis: str, c_axis: str, scalars: int, more: str, start: _Start) -> str:
-    """Returns the arguments of a rule: x, more, scalars, places and the mean if there is one."""
+def _arguments(
+    r_axis: str, c_axis: str, scalars: int, more: str, start: _Start, sizes: dict[str, int], whole: list[str]
+) -> str:
+    """Returns the arguments of a rule: x, more, scalars, places, and what the step before reads."""
     of_scalars = f"{'v' if scalars > 1 else 'one'} scalars"
-    return f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}" + (
-        f", v b {c_axis}" if start.centered else ""
-    )
+    rule = f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}"
+    if start.before == "mean":
+        return f"{rule}, v b {c_axis}"
+    if start.before != "factors":
+        return rule
+    return f"{rule}, v b {_runs_along('c', 'factors', sizes, whole)} {r_axis}"
+
+
+def _runs_along(name: str, what: str, sizes: dict[str, int], whole: list[str]) -> str:
+    """Returns the axis of the runs of an axis, and adds its factors to both."""
+    axis, more, uncut = along(name, what, sizes.get(f"{name}i", 0) // RUN.value)
+    sizes |= more
+    whole += uncut
+    return axis
 
 
 def _on_mesh(pair: Pair, start: _Start, shape, scalars: int):
     """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations."""
     *_, r, c = shape
     rows, columns = pair
+    seen = RUN.value if start.before == "factors" else 1
     r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
-    c_axis, c_sizes, c_whole = compound("c", c, _unit(rows, columns))
+    c_axis, c_sizes, c_whole = compound("c", c, max(_unit(rows, columns), seen))
     sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars", "sides"]
+    arguments = _arguments(r_axis, c_axis, scalars, "v sides, ", start, sizes, whole)
     results = []
     for use, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
-        if use is not None:
-            axis, more, uncut = along(name, "words", sizes.get(f"{name}i", 0) // 2)
-            sizes |= more
-            whole += uncut
-            results.append(f"v b {other} {axis}")
-    rule = _arguments(r_axis, c_axis, scalars, "v sides, ", start) + " -> " + ", ".join([*results, "v sides"])
+        if use is None:
+            continue
+        axis, more, uncut = along(name, "words", sizes.get(f"{name}i", 0) // 2)
+        sizes |= more
+        whole += uncut
+        results.append(f"v b {other} {axis}")
+        results.append(f"v b {_runs_along(name, 'runs', sizes, whole)} {other}" if _run_of(use) else "v")
+    rule = f"{arguments} -> {', '.join(results)}"
     return partitioned(functools.partial(_call, pair, start, (r, c)), rule, sizes, whole)
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
     """Returns the size that divides every shard of an axis; `blocked` is the use with blocks along it."""
-    unit = max(blocked.padded(1), blocked.operand.eden or 1) if blocked else 1
+    unit = max(blocked.padded(1), blocked.operand.eden or 1, _run_of(blocked)) if blocked else 1
     return max(unit, 16) if other and other.operand.block_shape == (16, 16) else unit
 
 
 def _call(pair: Pair, start: _Start, whole: tuple[int, int], x, maxima, scalars, *places) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
-    results, units = [], []
+    results = []
     for part in launched_pairs(pair, start.target):
-        *words, unit = _launch(part, start, whole, x, maxima, scalars, places)
-        results += [y for y, use in zip(words, part, strict=True) if use]
-        units.append(unit)
-    if len(units) == 2:  # of rows and of columns
-        units = [jnp.stack([units[0][:, 0], units[1][:, 1]], 1)]
-    return [*results, *units]
+        written = _launch(part, start, whole, x, maxima, scalars, places)
+        results += [y for i, use in enumerate(part) if use for y in written[2 * i : 2 * i + 2]]
+    return results
 
 
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
@@ -283,6 +318,8 @@ def _launch(pair: Pair, start: _Start, whole, x, maxima, scalars, places) -> lis
     for name, use, length, other in zip(("ROW", "COLUMN"), pair, (c, r), (r, c), strict=True):
         length = use.padded(length) if use else 0
         out.append(jax.ShapeDtypeStruct((v, b, other, length // 2) if use else (1,), jnp.int32))
+        units = (v, b, ceil_div(length, RUN.value), other) if _run_of(use) else (v if use else 1,)
+        out.append(jax.ShapeDtypeStruct(units, jnp.float32))
         constants |= {name: side_of(use) if use else None, f"{name}_LENGTH": length}
     drawn = any(use and use.operand.needs_key for use in pair)
     constants["R_ALL"], constants["C_ALL"] = whole if drawn else (0, 0)
@@ -292,8 +329,8 @@ def _launch(pair: Pair, start: _Start, whole, x, maxima, scalars, places) -> lis
         x,
         maxima,
         scalars,
-        _mean(start, x, places),
-        out=[*out, jax.ShapeDtypeStruct((v, 2), jnp.float32)],
+        _before(start, x, places),
+        out=out,
         grid=(ceil_div(c, tile.columns), ceil_div(r, tile.rows), v * b),
         num_warps=tile.warps,
         **constants,
@@ -310,17 +347,16 @@ def _constants(tile: Tile, start: _Start, shape) -> dict[str, Any]:
         "BLOCK_R": tile.rows,
         "BLOCK_C": tile.columns,
         "CONVERT": conversion(start.target),
-        "FACTORED": start.factored,
-        "CENTERED": start.centered,
+        "BEFORE": start.before,
         "EXACT": r % tile.rows == 0 and c % tile.columns == 0,
     }
 
 
 def _reads(uses: Sequence[OperandUse | None], start: _Start) -> bool:
     """Whether the kernels read scalars."""
-    return start.factored or any(use and (use.operand.needs_key or use.has_signs) for use in uses)
+    return start.before == "factor" or any(use and (use.operand.needs_key or use.has_signs) for use in uses)
 
 
-def _mean(start: _Start, x, places) -> jax.Array:
-    """Returns the mean, which follows the places of x, or x in its stead if none is read."""
-    return places[3] if start.centered else x
+def _before(start: _Start, x, places) -> jax.Array:
+    """Returns what the step before reads, which follows the places of x, or x in its stead."""
+    return places[3] if start.before in ("factors", "mean") else x

@@ -10,6 +10,7 @@ are written K-major.
 import triton
 import triton.language as tl
 
+from mxjax.kernels.device.eden import eden_scales, is_nvidia, sum_of_16
 from mxjax.kernels.device.elements import INFINITY, MAGNITUDE, encode_bf16, largest, round_element, widen
 from mxjax.kernels.device.hadamard import rotate_groups
 from mxjax.kernels.device.loads import column_groups, row_groups
@@ -18,6 +19,7 @@ from mxjax.kernels.device.stochastic_ptx import draw_elements
 from mxjax.kernels.quantize.kernel import SIGN, group_signs, join_words, place_of
 
 GROUP = tl.constexpr(32)
+RUN = tl.constexpr(128)  # elements that share a scale in the format nvfp4_1x128
 SIDE = tl.constexpr(8)
 """uint32 of each side: two words of the key, two of its fold for a second draw, four of signs."""
 FACTOR_AT = tl.constexpr(2 * SIDE)
@@ -27,9 +29,9 @@ SMALLEST = tl.constexpr(2.0**-100)  # mxjax.numerics.float_scales.SMALLEST_TENSO
 
 @triton.jit
 def largest_kernel(
-    x, scalars, mean, plain, rotated, R, C, BATCH: tl.constexpr, BLOCK_R: tl.constexpr,
+    x, scalars, before, plain, rotated, R, C, BATCH: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr, CONVERT: tl.constexpr, EXACT: tl.constexpr,
-    FACTORED: tl.constexpr, CENTERED: tl.constexpr, PLAIN: tl.constexpr, COLUMNS: tl.constexpr,
+    BEFORE: tl.constexpr, PLAIN: tl.constexpr, COLUMNS: tl.constexpr,
     ROTATION: tl.constexpr, FACTOR: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the bits of each tile's largest magnitude, not rotated and rotated.
@@ -39,7 +41,7 @@ def largest_kernel(
 
     Args:
       x: [V, BATCH, R, C] in any float dtype.
-      scalars, mean, FACTORED, CENTERED: see `quantize_block16_kernel`.
+      scalars, before, BEFORE: see `quantize_block16_kernel`.
       PLAIN: whether `plain` is wanted. `rotated` is if ROTATION is more than 1.
       COLUMNS: whether the rotation is along R, else along C; FACTOR and SIGNS are its, as in `kernel`.
     """
@@ -54,8 +56,8 @@ def largest_kernel(
     else:
         xs = row_groups(x, R - r0, C - c0, C, GROUPS, OTHER, EXACT)
     scalars += matrix // BATCH * SCALARS_STRIDE
-    mean += matrix * C + c0
-    ys = _values(xs, scalars, mean, R - r0, C - c0, GROUPS, OTHER, COLUMNS, FACTORED, CENTERED)
+    before += _place_before(matrix, r0, c0, R, C, BEFORE)
+    ys = _values(xs, scalars, before, R - r0, C - c0, R, GROUPS, OTHER, COLUMNS, BEFORE)
     if PLAIN:
         tl.store(plain + tile, tl.max(largest(ys, GROUP)))
     if ROTATION > 1:
@@ -66,23 +68,23 @@ def largest_kernel(
 
 @triton.jit
 def quantize_block16_kernel(
-    x, maxima, scalars, mean, row_words, column_words, units, R, C, R_ALL, C_ALL, ROW_LENGTH, COLUMN_LENGTH,
-    BATCH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
-    CONVERT: tl.constexpr, EXACT: tl.constexpr, FACTORED: tl.constexpr, CENTERED: tl.constexpr,
+    x, maxima, scalars, before, row_words, row_units, column_words, column_units, R, C, R_ALL, C_ALL,
+    ROW_LENGTH, COLUMN_LENGTH, BATCH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SCALARS_STRIDE: tl.constexpr, CONVERT: tl.constexpr, EXACT: tl.constexpr, BEFORE: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Quantizes x [V, BATCH, R, C] (any float dtype) into bfloat16 operands of one or two GEMMs.
 
-    Each is written as words [V, BATCH, other, length / 2] int32; the tensor scales as units [V, 2] float32,
-    for rows and columns. The grid is (tiles along C, tiles along R, V * BATCH).
+    Each is written as words [V, BATCH, other, length / 2] int32; the tensor scale as units [V] float32, those
+    of runs as [V, BATCH, runs, other]. The grid is (tiles along C, tiles along R, V * BATCH).
 
     x may be a part of a larger tensor; see `quantize_kernel`.
 
     Args:
       maxima: int32 [V, 2], the bits of the largest magnitudes for rows and for columns, rotated.
       scalars: uint32 [V or 1, 2 * SIDE + 4]: rows' words, columns' words, x's factor and its three offsets.
-      mean: float32 [V, BATCH, C], the mean over R.
-      FACTORED, CENTERED: whether x is multiplied by its factor first, or its mean subtracted.
+      BEFORE: the step before: "", "factor" (x times its factor), "factors" (x times those in `before`,
+        float32 [V, BATCH, C / 128, R], each for 128 columns), or "mean" (less those there, [V, BATCH, C]).
       ROW, COLUMN: None if not wanted, or `block16.Side`.
     """
     r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
@@ -92,32 +94,39 @@ def quantize_block16_kernel(
     scalars += v * SCALARS_STRIDE
     drawn: tl.constexpr = _draws(ROW) or _draws(COLUMN)
     batch, r_all, c_all = place_of(scalars + (FACTOR_AT - 11), b, drawn)
-    mean += matrix * C + c0
+    before += _place_before(matrix, r0, c0, R, C, BEFORE)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0)
     if ROW is not None:
         row_xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
     if COLUMN is not None:
         xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
         _quantize_side(
-            _values(xs, scalars, mean, R - r0, C - c0, BLOCK_R // GROUP, BLOCK_C, True, FACTORED, CENTERED),
-            maxima + 2 * v + 1, units + 2 * v + 1, first, scalars + SIDE,
-            column_words + matrix * C * (COLUMN_LENGTH // 2), r0, c0, r_all, batch * C_ALL + c_all, C,
-            COLUMN_LENGTH, BLOCK_R // GROUP, BLOCK_C, CONVERT, COLUMN,
+            _values(xs, scalars, before, R - r0, C - c0, R, BLOCK_R // GROUP, BLOCK_C, True, BEFORE),
+            maxima + 2 * v + 1, column_units + _units_at(v, matrix, COLUMN_LENGTH, C, COLUMN), first,
+            scalars + SIDE, column_words + matrix * C * (COLUMN_LENGTH // 2), r0, c0, r_all,
+            batch * C_ALL + c_all, C, COLUMN_LENGTH, BLOCK_R // GROUP, BLOCK_C, CONVERT, COLUMN,
         )  # fmt: skip
     if ROW is not None:
         _quantize_side(
-            _values(
-                row_xs, scalars, mean, R - r0, C - c0, BLOCK_C // GROUP, BLOCK_R, False, FACTORED, CENTERED
-            ),
-            maxima + 2 * v, units + 2 * v, first, scalars,
+            _values(row_xs, scalars, before, R - r0, C - c0, R, BLOCK_C // GROUP, BLOCK_R, False, BEFORE),
+            maxima + 2 * v, row_units + _units_at(v, matrix, ROW_LENGTH, R, ROW), first, scalars,
             row_words + matrix * R * (ROW_LENGTH // 2), c0, r0, c_all, batch * R_ALL + r_all, R, ROW_LENGTH,
             BLOCK_C // GROUP, BLOCK_R, CONVERT, ROW,
         )  # fmt: skip
 
 
-@triton.constexpr_function
-def _is_nvidia(convert):
-    return convert.startswith("sm_")
+@triton.jit
+def _place_before(matrix, r0, c0, R, C, BEFORE: tl.constexpr):
+    """Returns the place in `before` at which a tile begins; its columns are whole runs or lie in one."""
+    if BEFORE == "factors":
+        return (matrix * tl.cdiv(C, RUN) + c0 // RUN) * R + r0
+    return matrix * C + c0
+
+
+@triton.jit
+def _units_at(v, matrix, LENGTH, N, SIDE_OF: tl.constexpr):
+    """Returns the place of a tensor's scale, or of the first of its matrix's runs."""
+    return matrix * tl.cdiv(LENGTH, RUN) * N if SIDE_OF.run > 0 else v
 
 
 @triton.constexpr_function
@@ -127,19 +136,27 @@ def _draws(side):
 
 @triton.jit
 def _values(
-    xs, scalars, mean, rows, columns, GROUPS: tl.constexpr, OTHER: tl.constexpr, COLUMNS: tl.constexpr,
-    FACTORED: tl.constexpr, CENTERED: tl.constexpr,
+    xs, scalars, before, rows, columns, R, GROUPS: tl.constexpr, OTHER: tl.constexpr, COLUMNS: tl.constexpr,
+    BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the groups in float32, times the factor of x, or without its columns' mean, if there is one."""
+    """Returns the groups in float32 after the step before; see `quantize_block16_kernel`."""
     group, other = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, OTHER)[None, :]
+    if BEFORE == "factors" and not COLUMNS:
+        inside = (other < rows) & (group < columns)
+        factor = tl.load(before + (group // RUN * R + other), inside, 0.0)
     ys = ()
     for i in tl.static_range(GROUP):
         y = widen(xs[i])
-        if FACTORED:
+        if BEFORE == "factor":
             y = y * tl.load(scalars + FACTOR_AT).to(tl.float32, bitcast=True)
-        if CENTERED:
+        elif BEFORE == "factors":
+            if COLUMNS:
+                tl.static_assert(OTHER <= RUN)
+                factor = tl.load(before + group + i, group + i < rows, 0.0)
+            y = y * factor
+        elif BEFORE == "mean":
             column = other if COLUMNS else group + i
-            y = y - tl.load(mean + column, column < columns, 0.0)
+            y = y - tl.load(before + column, column < columns, 0.0)
             y = tl.where((group + i if COLUMNS else other) < rows, y, 0.0)
         ys = ys + (y,)
     return ys
@@ -162,7 +179,7 @@ def _rotated(xs, signs, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.c
 
 @triton.jit
 def _quantize_side(
-    ys, maximum, unit_at, first, scalars, words, start, other0, start_all, row0, N,
+    ys, maximum, units, first, scalars, words, start, other0, start_all, row0, N,
     LENGTH, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr,
 ):  # fmt: skip
     """Quantizes 32 tensors [GROUPS, OTHER] and stores them at [other, group].
@@ -170,12 +187,17 @@ def _quantize_side(
     The tile begins at element `start` of the blocked axis and at `other0` of the other axis. In the whole
     tensor x begins at element `start_all` and row `row0`.
     """
-    unit, inverse = _tensor_scale(maximum, SIDE_OF.tensor_divisor)
-    tl.store(unit_at, unit, first)
     if SIDE_OF.rotation > 1:
         ys = _rotated(
             ys, scalars + 4, GROUPS, OTHER, CONVERT, SIDE_OF.rotation, SIDE_OF.factor, SIDE_OF.signs
         )
+    if SIDE_OF.run > 0:
+        unit, inverse = _run_scales(
+            ys, units, start, other0, N, LENGTH, GROUPS, OTHER, SIDE_OF.tensor_divisor
+        )
+    else:
+        unit, inverse = _tensor_scale(maximum, SIDE_OF.tensor_divisor)
+        tl.store(units, unit, first)
     group, other = tl.arange(0, GROUPS)[:, None], tl.arange(0, OTHER)[None, :]
     counter = (start_all + start) // 8 + group * 4
     row = row0 + other0 + other
@@ -184,7 +206,7 @@ def _quantize_side(
     elements, scales = low[0] + high[0], (low[1], high[1])
     if SIDE_OF.eden > 0:
         block = (start_all + start) // 16 + group * 2
-        scales = _eden(low, high, scalars, block, row, GROUPS, OTHER, CONVERT, SIDE_OF)
+        scales = eden_scales(low, high, scalars, block, row, GROUPS, OTHER, CONVERT, SIDE_OF)
     ws = ()
     for i in tl.static_range(0, GROUP, 8):
         values = ()
@@ -195,6 +217,23 @@ def _quantize_side(
     at = tl.arange(0, GROUPS * 16)[:, None]
     mask = (at < (LENGTH - start) // 2) & (other < N - other0)
     tl.store(words + (other * (LENGTH // 2) + at), join_words(ws, 16, GROUPS, OTHER), mask)
+
+
+@triton.jit
+def _run_scales(
+    ys, units, start, other0, N, LENGTH, GROUPS: tl.constexpr, OTHER: tl.constexpr, DIVISOR: tl.constexpr
+):
+    """Stores the scale of each run of 128 elements, and returns it and its inverse for each group."""
+    RUNS: tl.constexpr = GROUPS * GROUP // RUN
+    bits = tl.max(tl.reshape(largest(ys, GROUP), [RUNS, RUN // GROUP, OTHER]), 1)
+    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    unit = tl.div_rn(amax, tl.full(amax.shape, DIVISOR, tl.float32))
+    run, other = tl.arange(0, RUNS)[:, None] + start // RUN, tl.arange(0, OTHER)[None, :] + other0
+    tl.store(units + (run.to(tl.int64) * N + other), unit, (run < tl.cdiv(LENGTH, RUN)) & (other < N))
+    wide = tl.broadcast_to(unit[:, None, :], [RUNS, RUN // GROUP, OTHER])
+    unit = tl.reshape(wide, [GROUPS, OTHER])
+    return unit, tl.div_rn(tl.full(unit.shape, 1.0, tl.float32), unit)
 
 
 @triton.jit
@@ -277,7 +316,7 @@ def _elements(xs, scale, inverse, scalars, counter, row, CONVERT: tl.constexpr, 
             elements = elements + draw_elements(xs, 8 * half, per_scale, counter + half, row, key0, key1)
         elif SIDE_OF.stochastic:
             random = random_halves(
-                counter + half, row, tl.load(scalars), tl.load(scalars + 1), _is_nvidia(CONVERT)
+                counter + half, row, tl.load(scalars), tl.load(scalars + 1), is_nvidia(CONVERT)
             )
         for i in tl.static_range(0 if DRAWN else 8):
             scaled = xs[8 * half + i] * per_scale
@@ -297,7 +336,7 @@ def _errors(xs, elements, scale, inverse, GROUPS: tl.constexpr, OTHER: tl.conste
         # The product is exact, so that the subtraction may be fused with it.
         difference = tl.fma(elements[i], scale, -(xs[i] * inverse))
         terms = terms + (tl.abs(difference) if SIDE_OF.four_over_six == "mae" else difference * difference,)
-    error = _sum_of_16(terms)
+    error = sum_of_16(terms)
     if SIDE_OF.square:
         error = tl.reshape(error, [GROUPS, OTHER // 16, 16])
         for stage in tl.static_range(4):
@@ -305,79 +344,3 @@ def _errors(xs, elements, scale, inverse, GROUPS: tl.constexpr, OTHER: tl.conste
         error = tl.reshape(error, [GROUPS, OTHER // 16, 1])
         error = tl.reshape(tl.broadcast_to(error, [GROUPS, OTHER // 16, 16]), [GROUPS, OTHER])
     return error
-
-
-@triton.jit
-def _sum_of_16(terms):
-    """Returns the sum of 16 tensors in pairs of halves."""
-    for stage in tl.static_range(4):
-        sums = ()
-        for i in tl.static_range(8 >> stage):
-            sums = sums + (terms[i] + terms[i + (8 >> stage)],)
-        terms = sums
-    return terms[0]
-
-
-@triton.jit
-def _eden(
-    low, high, scalars, block, row, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr,
-    SIDE_OF: tl.constexpr,
-):  # fmt: skip
-    """Returns the corrected scales of both blocks of each group, rounded stochastically."""
-    squares = _sum_of_run(low[2], low[2], high[2], high[2], GROUPS, OTHER, SIDE_OF.eden)
-    products = _sum_of_run(low[2], low[0], high[2], high[0], GROUPS, OTHER, SIDE_OF.eden)
-    scales = ()
-    never = low[1] != low[1]
-    # As for elements, a dependence that changes nothing.
-    counter = tl.where(never, block, block).to(tl.uint32) // 8
-    row = tl.where(never, row, row).to(tl.uint32)
-    random = random_halves(counter, row, tl.load(scalars + 2), tl.load(scalars + 3), _is_nvidia(CONVERT))
-    for half in tl.static_range(2):
-        nothing = products[half] == 0
-        correction = tl.div_rn(squares[half], tl.where(nothing, 1.0, products[half]))
-        exact = (high[1] if half else low[1]) * tl.where(nothing, 1.0, correction)
-        drawn = random[half]
-        for i in tl.static_range(1, 4):
-            drawn = tl.where(block % 8 == 2 * i, random[2 * i + half], drawn)
-        scales = scales + (_draw_scale(exact, drawn, SIDE_OF),)
-    return scales
-
-
-@triton.jit
-def _sum_of_run(xs, ys, zs, ws, GROUPS: tl.constexpr, OTHER: tl.constexpr, RUN: tl.constexpr):
-    """Returns, for both blocks of each group, the sum of products over their run: xs ys, and zs ws."""
-    firsts, seconds = (), ()
-    for i in tl.static_range(16):
-        firsts = firsts + (xs[i] * ys[i],)
-        seconds = seconds + (zs[i] * ws[i],)
-    low, high = _sum_of_16(firsts), _sum_of_16(seconds)
-    if RUN > 32:
-        RUNS: tl.constexpr = GROUPS * 32 // RUN
-        low = _sum_of_groups(low, RUNS, OTHER, RUN // 32)
-        high = _sum_of_groups(high, RUNS, OTHER, RUN // 32)
-    if RUN > 16:
-        low = low + high
-        high = low
-    return low, high
-
-
-@triton.jit
-def _sum_of_groups(x, RUNS: tl.constexpr, OTHER: tl.constexpr, COUNT: tl.constexpr):
-    """Returns the sum of each COUNT groups in pairs of halves, for each of them; COUNT is 2 or 4."""
-    total = tl.sum(tl.reshape(x, [RUNS, 2, COUNT // 2, OTHER]), 1)
-    if COUNT == 4:
-        total = tl.sum(total, 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(total, [RUNS, COUNT, OTHER]), [RUNS * COUNT, OTHER])
-
-
-@triton.jit
-def _draw_scale(exact, random, SIDE_OF: tl.constexpr):
-    """Returns scales rounded stochastically; see `mxjax.numerics.rounding.stochastic_round`."""
-    a = tl.minimum(exact, SIDE_OF.scale_most)
-    binade = (a.to(tl.int32, bitcast=True) & INFINITY).to(tl.float32, bitcast=True)
-    step = tl.maximum(binade, SIDE_OF.scale_least) * 0.125
-    steps = a * (0x7F000000 - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    below = tl.floor(steps)
-    uniform = (random.to(tl.float32) + 0.5) * 0.0000152587890625
-    scale = (below + tl.where(uniform < steps - below, 1.0, 0.0)) * step
-    return tl.where(exact != exact, exact, scale)

@@ -27,6 +27,7 @@ from mxjax.kernels.device.elements_ptx import encode_pairs, largest_exponent, la
 from mxjax.kernels.device.hadamard import rotate_groups
 from mxjax.kernels.device.loads import column_groups, join_tensors, row_groups, transpose_groups
 from mxjax.kernels.device.philox import random_halves
+from mxjax.kernels.device.quest import QUEST, quest_bytes, saturating
 
 Form = Literal["packed", "bf16"]
 """The kernel's output: two E2M1 elements a byte, or the dequantized values in bfloat16."""
@@ -65,7 +66,7 @@ def quantize_kernel(
       ROTATION: Hadamard size, or 1.
       FACTOR: 1 / sqrt(ROTATION).
       SIGNS: whether the rotation has signs. A sign is a bit, 1 for negative, the first in the highest.
-      CARRY: `mxjax.numerics.scales.rule_carry` of the scale rule.
+      CARRY: `mxjax.numerics.scales.rule_carry` of the scale rule, or QUEST.
       SQUARE: whether blocks are 32 x 32.
       STOCHASTIC: whether rounding is stochastic.
       PRESCALE: factor of the elements, or 1.
@@ -131,12 +132,13 @@ def _quantize_groups(
         and ROTATION == 1
         and not STOCHASTIC
         and PRESCALE == 1
+        and CARRY != QUEST
         and xs[0].dtype == tl.bfloat16
     )
     PTX: tl.constexpr = CONVERT == "sm_89" or CONVERT == "sm_90" or CONVERT == "sm_100"
     DRAWN: tl.constexpr = PTX and CONVERT != "sm_89" and FORM == "packed" and STOCHASTIC
     # On gfx950 LLVM packs sums that no product follows, which costs moves of their operands.
-    FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" else _folded(ROTATION)
+    FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" or CARRY == QUEST else _folded(ROTATION)
     WORDS: tl.constexpr = GROUP // 8 * words_of(FORM)
     group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
     if PAIRS:
@@ -153,13 +155,18 @@ def _quantize_groups(
         xs = ys
         if ROTATION > 1:
             xs = rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR if FOLDED == 0 else 1)
-        amax = largest_exponent(xs, GROUP) if CONVERT == "sm_90" and CARRY == 0 else largest(xs, GROUP)
+        if CARRY == QUEST:
+            amax = quest_bytes(xs, GROUP, GROUPS, OTHER)
+        else:
+            amax = largest_exponent(xs, GROUP) if CONVERT == "sm_90" and CARRY == 0 else largest(xs, GROUP)
     scales += other0.to(tl.int64) * (LENGTH // 32) + start // 32
     blocks, others = (LENGTH - start) // 32, N - other0
     byte = _store_scales(
         amax, scales, blocks, others, GROUP, GROUPS, OTHER, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
     )
     divisor = tl.minimum(byte + FOLDED, 255)
+    if CARRY == QUEST:
+        xs = saturating(xs, byte, GROUP)
     ws = ()
     for i in tl.static_range(0, GROUP, 8):
         eight = (xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7])
@@ -221,17 +228,20 @@ def _store_scales(
     """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
 
     Args:
-      amax: float32 bits of the largest magnitudes, not yet multiplied by FACTOR.
+      amax: float32 bits of the largest magnitudes, not yet multiplied by FACTOR; with QUEST the bytes.
     """
     BLOCKS: tl.constexpr = GROUPS * GROUP // 32
-    if GROUP < 32:
-        amax = tl.max(tl.reshape(amax, [BLOCKS, 32 // GROUP, OTHER]), 1)
-    if FACTOR != 1:
-        amax = (amax.to(tl.float32, bitcast=True) * FACTOR).to(tl.int32, bitcast=True) & MAGNITUDE
-    if SQUARE:
-        amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
-        amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
-    byte = block_scale(amax, CARRY)
+    if CARRY == QUEST:
+        byte = amax
+    else:
+        if GROUP < 32:
+            amax = tl.max(tl.reshape(amax, [BLOCKS, 32 // GROUP, OTHER]), 1)
+        if FACTOR != 1:
+            amax = (amax.to(tl.float32, bitcast=True) * FACTOR).to(tl.int32, bitcast=True) & MAGNITUDE
+        if SQUARE:
+            amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
+            amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
+        byte = block_scale(amax, CARRY)
     block, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, OTHER)[None, :]
     mask = (block < blocks) & (other < others)
     tl.store(scales + (other * (LENGTH // 32) + block), byte.to(tl.uint8), mask)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from mxjax.kernels.device.quest import QUEST
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
 from mxjax.kernels.quantize.hopper import (
@@ -19,7 +20,7 @@ from mxjax.kernels.quantize.hopper import (
     quantize_pairs_kernel,
 )
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
-from mxjax.numerics.formats import BLOCK, E2M1
+from mxjax.numerics.formats import BLOCK, E2M1, get_format
 from mxjax.numerics.scales import rule_carry
 from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import Target
@@ -47,9 +48,14 @@ def check_use(use: OperandUse) -> None:
 
 
 def fit(pair: Pair, form: Form, target: Target | None, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
-    """Whether the kernel takes a tensor [..., r, c] of this size: its offsets, and the grids of CUDA."""
+    """Whether the kernel takes a tensor [..., r, c]: its offsets, the grids of CUDA, and the rule `quest`.
+
+    Nobody has run that on HIP.
+    """
     *batch, r, c = shape
     if max(r, c) >= LONGEST_AXIS:
+        return False
+    if target is not None and target.backend == "hip" and any(use and _is_quest(use) for use in pair):
         return False
     if target is None or target.backend != "cuda":
         return True
@@ -210,6 +216,15 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 
 
+def _is_quest(use: OperandUse) -> bool:
+    return use.operand.scale_rule == "quest"
+
+
+def carry_of(use: OperandUse) -> int:
+    """Returns the kernels' constant CARRY for a use's scale rule."""
+    return QUEST.value if _is_quest(use) else rule_carry(use.operand.scale_rule, E2M1)
+
+
 def _is_plain(use: OperandUse) -> bool:
     """Whether the use has 1-D blocks and rule `floor`, but no signs and no prescale."""
     o = use.operand
@@ -264,7 +279,7 @@ def _use_constants(use: OperandUse, form: Form, length: int) -> dict[str, object
         "ROTATION": use.rotation_size,
         "FACTOR": float(np.float32(use.rotation_size**-0.5)),
         "SIGNS": use.has_signs,
-        "CARRY": rule_carry(use.operand.scale_rule, E2M1),
+        "CARRY": carry_of(use),
         "SQUARE": use.operand.is_square,
         "STOCHASTIC": use.operand.rounding == "stochastic",
         "PRESCALE": use.operand.prescale or 1,
@@ -298,10 +313,23 @@ HOPPER_TILE = Tile(128, 128, 4, GROUP.value)
 def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> Tile:
     """Returns the tile in which `block16` quantizes a tensor of this shape, in groups of 32."""
     *_, r, c = shape
-    tile = _tile(target, pair, r, 2 * c)._replace(group=32)
+    tile = _with_whole_runs(_tile(target, pair, r, 2 * c)._replace(group=32), pair)
+    alone = next((use for use in pair if use), None) if None in pair else None
+    if alone and alone.operand.four_over_six and alone.rotation_size <= 32:
+        # Rounding each element twice, a thread with two groups takes all registers there are.
+        halved = "columns" if alone.axis == -1 else "rows"
+        tile = tile._replace(**{halved: getattr(tile, halved) // 2})
     eden = [use.operand.eden or 1 if use else 1 for use in pair]
-    tile = _with_whole_runs(tile, pair)
-    return tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
+    tile = tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
+    along_rows, along_columns = (get_format(use.operand.format).outer_block if use else 0 for use in pair)
+    rows, columns = max(tile.rows, along_columns), max(tile.columns, along_rows)
+    if None in pair:  # a thread has as many elements in a longer tile
+        return tile._replace(
+            rows=rows * tile.columns // columns if along_rows else rows,
+            columns=columns * tile.rows // rows if along_columns else columns,
+        )
+    warps = tile.warps * rows * columns // (tile.rows * tile.columns)
+    return Tile(rows, columns, warps, tile.group)
 
 
 def _with_whole_runs(tile: Tile, pair: Pair) -> Tile:

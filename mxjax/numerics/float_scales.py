@@ -181,4 +181,5 @@ def _inverse(
     scales: Float32[Array, "*blocks"], unit: Float32[Array, "*#blocks"] | None
 ) -> Float32[Array, "*blocks"]:
     """Returns the inverse of each block's scale and unit; 0 where the scale is zero."""
-    return jnp.where(scales == 0, 0.0, (1.0 if unit is None else 1 / unit) / scales)
+    inverse = jnp.ones_like(scales) if unit is None else divide(jnp.ones_like(unit), unit)
+    return jnp.where(scales == 0, 0.0, divide(jnp.broadcast_to(inverse, scales.shape), scales))

@@ -184,10 +184,10 @@ class Operand:
 
     @property
     def is_packable(self) -> bool:
-        """Whether kernels pack it: MXFP4 in blocks of 32 or of 32 x 32, whole, scaled by their maximum."""
-        blocks = self.block_shape in (None, BLOCK, (1, BLOCK), (BLOCK, BLOCK))
-        whole = self.scale_rule != "quest" and self.split == "none"
-        return self.format == "mxfp4" and blocks and whole
+        """Whether kernels pack it: MXFP4 in blocks of 32, or but for the rule `quest` of 32 x 32, whole."""
+        square = () if self.scale_rule == "quest" else ((BLOCK, BLOCK),)
+        blocks = self.block_shape in (None, BLOCK, (1, BLOCK), *square)
+        return self.format == "mxfp4" and blocks and self.split == "none"
 
     @property
     def is_block16(self) -> bool:
@@ -195,7 +195,7 @@ class Operand:
         f = get_format(self.format)
         blocks = self.block_shape in (None, 16, (1, 16), (16, 16))
         runs = self.eden in (None, 16, 32, 64, 128)
-        return f.scale_element is not None and not f.outer_block and blocks and runs and not self.prescale
+        return f.scale_element is not None and blocks and runs and not self.prescale
 
     @property
     def is_square(self) -> bool:

@@ -65,7 +65,8 @@ def quest_scale(std: Float32[Array, "*blocks"]) -> UInt8[Array, "*blocks"]:
       100, which is 2**-27, for an all-zero block; 255 (NaN) where std is NaN or infinite.
     Source: arXiv 2505.14669, algorithm 1; `QuestMXFP4Quantizer` of IST-DASLab/Quartet.
     """
-    scale = jnp.float32(QUEST_CLIP / E2M1.max) * std + jnp.float32(1e-8)
+    scale = lax.optimization_barrier(jnp.float32(QUEST_CLIP / E2M1.max) * std)  # rounded before the sum
+    scale += jnp.float32(1e-8)
     bits = lax.bitcast_convert_type(scale, jnp.int32) & _MAGNITUDE
     return jnp.where(bits >= _INFINITY, NAN_SCALE, bits >> 23).astype(jnp.uint8)
 

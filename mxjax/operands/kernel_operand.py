@@ -19,19 +19,22 @@ from mxjax.numerics.formats import BLOCK, get_format
 from mxjax.numerics.scales import power_of_two
 from mxjax.operands.use import OperandUse, quantize_use
 
+RUN = 128
+"""Elements along K that share one of `KernelOperand.run_scales`."""
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["elements", "scales", "tensor_scale", "amax"],
+    data_fields=["elements", "scales", "tensor_scale", "run_scales", "amax"],
     meta_fields=["prescale"],
 )
 @dataclasses.dataclass(frozen=True)
 class KernelOperand:
     """An operand as kernels read it, transposed if needed so that the contracted axis K is last.
 
-    Its value is elements * scales / prescale if packed, else elements * tensor_scale / prescale. K is padded
-    with zeros to a multiple of 32 and of the rotation, except in FP8. A 2-D block's scale is repeated in each
-    of its rows.
+    Its value is elements * scales / prescale if packed, else elements * tensor_scale / prescale or elements *
+    run_scales. K is padded with zeros to a multiple of 32 and of the rotation, except in FP8. A 2-D block's
+    scale is repeated in each of its rows.
 
     Attributes:
       elements: packed, [*batch, n, k / 2] uint8: two E2M1 elements a byte, element 2i in the low nibble.
@@ -39,6 +42,7 @@ class KernelOperand:
       scales: packed, [*batch, n, k / 32] E8M0 bytes: 2**(byte - 127), 255 is NaN. Otherwise None.
       prescale: factor that shrank the elements, or None.
       tensor_scale: float32 scale of the whole tensor, one for all of the batch, or None for one.
+      run_scales: float32 scales of runs of RUN elements along K, the last of what is left, or None.
       amax: the tensor's largest magnitude, if a kernel found it while it quantized by a delayed scale.
     """
 
@@ -46,6 +50,7 @@ class KernelOperand:
     scales: UInt8[Array, "*batch n blocks"] | None
     prescale: float | None = None
     tensor_scale: Float32[Array, "..."] | None = None
+    run_scales: Float32[Array, "*batch runs n"] | None = None
     amax: Float32[Array, "..."] | None = None
 
     @property
@@ -71,6 +76,13 @@ def decode(q: KernelOperand, dtype: DTypeLike = jnp.bfloat16) -> Shaped[Array, "
     half = byte >> 1
     values = code_values(codes) * power_of_two(half - 63) * power_of_two(byte - half - 64)
     return jnp.where(byte == 255, jnp.nan, values).astype(dtype)
+
+
+def values_of_runs(q: KernelOperand) -> Float32[Array, "*batch n k"]:
+    """Returns elements * run_scales."""
+    assert q.run_scales is not None
+    wide = jnp.repeat(q.run_scales.swapaxes(-1, -2), RUN, axis=-1)[..., : q.elements.shape[-1]]
+    return q.elements.astype(jnp.float32) * wide
 
 
 def unpack_codes(elements: UInt8[Array, "*b bytes"]) -> UInt8[Array, "*b k"]:
@@ -120,6 +132,13 @@ def fp8_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOpera
 def bfloat16_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> KernelOperand:
     """Returns x quantized for a GEMM, padded as kernels pad it, transposed to K-major, in bfloat16."""
     q = quantize_use(x, use)
-    values = block_values(q).astype(jnp.bfloat16)
-    values = values.swapaxes(-1, -2) if use.axis == -2 else values
-    return KernelOperand(pad(values, values.ndim - 1, BLOCK), None, q.prescale, q.tensor_scale)
+    of_runs = bool(get_format(q.format).outer_block)
+    scale = q.tensor_scale
+    values = block_values(dataclasses.replace(q, tensor_scale=None) if of_runs else q).astype(jnp.bfloat16)
+    if use.axis == -2:
+        values = values.swapaxes(-1, -2)
+    values = pad(values, values.ndim - 1, BLOCK)
+    if not of_runs:
+        return KernelOperand(values, None, q.prescale, scale)
+    assert scale is not None
+    return KernelOperand(values, None, q.prescale, None, scale if use.axis == -2 else scale.swapaxes(-1, -2))

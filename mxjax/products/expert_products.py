@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.blocks import pad
-from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.operands.kernel_operand import KernelOperand, decode, values_of_runs
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_groups import multiply_ragged
@@ -140,6 +140,8 @@ def _by_kernel(
             for factor in factors:
                 y = y * factor
             return y
+        case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
+            return None
         case KernelOperand(), KernelOperand():
             left, right = lhs.elements, rhs.elements
         case MXArray(), MXArray():
@@ -176,6 +178,8 @@ def _by_xla(
 ) -> Float[Array, "..."]:
     """Returns the product in float32 without kernels."""
     match lhs, rhs:
+        case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
+            left, right, precision = values_of_runs(lhs), values_of_runs(rhs), lax.Precision.HIGHEST
         case KernelOperand(), KernelOperand():
             left, right = (q.elements if q.scales is None else decode(q) for q in (lhs, rhs))
         case MXArray(), MXArray():

@@ -13,14 +13,17 @@ gradient estimator of arXiv 2501.17116, section 3.1, and of Azure/MS-AMP.
 """
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.quantize import scaled_values
 from mxjax.numerics.rounding import fraction_between
+from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse, quantized_part, rotate_use, rotate_use_back
 from mxjax.policy.policy import Policy
+from mxjax.runtime.devices import current_target
 from mxjax.runtime.primitives import first_order_only
 
 DGE_K = 5.0
@@ -59,18 +62,31 @@ def gradients_read_tensors(policy: Policy) -> tuple[bool, bool]:
 
 
 def through_quantization(
-    gradient: Float[Array, "*rotated"], x: Float[Array, "*shape"], use: OperandUse, wanted: Operand
-) -> Float32[Array, "*shape"]:
+    product: Product, x: Float[Array, "*shape"], use: OperandUse, wanted: Operand, dtype: DTypeLike
+) -> Float[Array, "*shape"]:
     """Returns the gradient of x, an operand of the Fprop, from that which a backward GEMM gives.
 
     Args:
-      gradient: Dgrad's or Wgrad's product. It is the gradient of the rotated x if the GEMM read the values
+      product: Dgrad's or Wgrad's product. It is the gradient of the rotated x if the GEMM read the values
         that the Fprop's quantization produced, else that of x.
       x: the operand.
       use: the Fprop's use of x.
       wanted: the backward GEMM's operand in the place of the Fprop's other operand, whose `source` counts.
+      dtype: dtype of the result, to which float32 is rounded.
     """
-    gradient = gradient.astype(jnp.float32)
+    target = current_target()
+    if target is not None and (wanted.source == "dequantized" or use.rotation is None):
+        from mxjax.kernels.quantize import clipped
+
+        if clipped.takes(x, use, dtype, target):
+            return clipped.clipped_gradient(product, first_order_only(x), use, dtype)
+    return gradient_by_definition(product.value(jnp.float32), x, use, wanted).astype(dtype)
+
+
+def gradient_by_definition(
+    gradient: Float32[Array, "*rotated"], x: Float[Array, "*shape"], use: OperandUse, wanted: Operand
+) -> Float32[Array, "*shape"]:
+    """Returns what `through_quantization` returns, by `jax.numpy`."""
     if wanted.source == "original":
         gradient = rotate_use(gradient, use)
     if use.operand.gradient != "straight_through":

@@ -139,7 +139,8 @@ def _kernel_quantizes(gemm: Gemm) -> bool:
     if rotation > LARGEST_ROTATION:
         return False
     if gemm.lhs.is_block16 and gemm.rhs.is_block16:
-        return target.backend != "hip"  # nobody has run it there
+        lhs, rhs = (get_format(o.format).outer_block for o in (gemm.lhs, gemm.rhs))
+        return target.backend != "hip" and lhs == rhs  # nobody has run it there
     return gemm.lhs.is_packable and gemm.rhs.is_packable
 
 

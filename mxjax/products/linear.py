@@ -192,7 +192,7 @@ def backward(
         [w_packed] = prepare(w, [uses.dgrad.rhs])
     assert w_packed is not None
     steps = _rests(policy.dgrad, uses.dgrad, dy, w)
-    steps += _through_fprop(x, uses.fprop.lhs, policy.dgrad.rhs)
+    steps += _through_fprop(x, uses.fprop.lhs, policy.dgrad.rhs, dtypes[1])
     dx = _gemm(options, "dgrad", dy_rows, w_packed, steps)
     if frozen is not None:
         return dx, None, amax
@@ -207,7 +207,7 @@ def backward(
     assert x_packed is not None
     [dy_columns] = dy_columns
     steps = _rests(policy.wgrad, uses.wgrad, x, dy)
-    steps += _through_fprop(w, uses.fprop.rhs, policy.wgrad.lhs)
+    steps += _through_fprop(w, uses.fprop.rhs, policy.wgrad.lhs, dtypes[2])
     dw = _gemm(options, "wgrad", x_packed, dy_columns, steps)
     return dx, as_stored(varying_as(dw.value(dtypes[2]), *jax.tree.leaves(dy)), options.layout), amax
 
@@ -239,8 +239,8 @@ def value_of(options: Options, y: Product, w: Weight) -> jax.Array:
     return varying_as(y.value(options.dtypes[0]), *jax.tree.leaves(w))
 
 
-Step = Callable[[jax.Array], jax.Array]
-"""A step on a product in float32, before it gets its dtype."""
+Step = Callable[[Product], jax.Array]
+"""A step on a product in float32, before it gets its dtype, to which the last step may round."""
 
 CARRIERS: dict[str, tuple[Carrier, Carrier]] = {
     "fprop": ("e4m3", "e4m3"),
@@ -265,10 +265,9 @@ def _gemm(options: Options, name: str, lhs: Prepared, rhs: Prepared, steps: Sequ
     product = multiply(lhs, rhs, gemms[i], dtype, precision, CARRIERS[name], layout)
     if not steps:
         return product
-    value = product.value(dtype)
     for step in steps:
-        value = step(value)
-    return Product(value.astype(dtypes[i]))
+        product = Product(step(product))
+    return Product(product.value(dtypes[i]))
 
 
 def _rests(gemm: Gemm, uses: GemmUses, lhs: Any, rhs: Any) -> list[Step]:
@@ -276,15 +275,15 @@ def _rests(gemm: Gemm, uses: GemmUses, lhs: Any, rhs: Any) -> list[Step]:
     if not multiplies_apart(gemm):
         return []
     lhs, rhs = as_read(lhs, uses.lhs), as_read(rhs, uses.rhs)
-    return [lambda y: y + product_apart(lhs, uses.lhs.axis, rhs, uses.rhs.axis, gemm)]
+    return [lambda y: y.value(jnp.float32) + product_apart(lhs, uses.lhs.axis, rhs, uses.rhs.axis, gemm)]
 
 
-def _through_fprop(t: Any, use: OperandUse, wanted: Operand) -> list[Step]:
+def _through_fprop(t: Any, use: OperandUse, wanted: Operand, dtype: DTypeLike) -> list[Step]:
     """Returns the step from a backward GEMM's product to the gradient of t, an operand of the Fprop."""
     if not changes_gradient(use, wanted):
         return []
     assert t is not None
-    return [lambda product: through_quantization(product, t, use, wanted)]
+    return [lambda product: through_quantization(product, t, use, wanted, dtype)]
 
 
 def _weight_values(w: Weight, frozen: Any) -> jax.Array:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mxjax.numerics.array import MXArray, block_values, dequantize
-from mxjax.numerics.formats import get_format
+from mxjax.numerics.formats import E2M1, E4M3, get_format
 from mxjax.numerics.scales import power_of_two
 from mxjax.operands.carriers import Carrier, carry
 from mxjax.operands.kernel_operand import KernelOperand, decode
@@ -39,6 +39,8 @@ def multiply(
     match lhs, rhs:
         case KernelOperand(), KernelOperand() if implementation == "fp8_tensor":
             return _multiply_fp8_tensors(lhs, rhs, dtype, layout)
+        case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
+            return Product(_multiply_runs(lhs, rhs, dtype, layout))
         case KernelOperand(scales=None), KernelOperand():
             raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
         case KernelOperand(), KernelOperand():
@@ -78,6 +80,18 @@ def _multiply_bfloat16(
     """Multiplies K-major operands that a kernel dequantized, without their factors."""
     right, result = to_multiply(rhs.elements, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
     return contract(lhs.elements, -1, right, -1, precision, result)
+
+
+def _multiply_runs(
+    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, layout: Layout | None
+) -> jax.Array:
+    """Multiplies K-major operands with a scale for each run."""
+    from mxjax.kernels.matmul.scaled_blocks import matmul
+
+    assert lhs.run_scales is not None
+    assert rhs.run_scales is not None
+    scales = to_multiply(rhs.run_scales, None if layout is None else layout.transposed)
+    return matmul(lhs.elements, lhs.run_scales, to_multiply(rhs.elements, layout), scales, dtype)
 
 
 def _multiply_packed(
@@ -122,6 +136,9 @@ def _multiply_reference(lhs: MXArray, rhs: MXArray, layout: Layout | None) -> ja
 
 def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout | None) -> jax.Array:
     """Multiplies the operands without their factors."""
+    if _are_exact_in_fp8(lhs, rhs):
+        left, right = (q.elements.astype(E4M3.dtype) for q in (lhs, rhs))
+        return contract(left, lhs.axis, to_multiply(right, layout), rhs.axis, lax.Precision.HIGHEST)
     left, right, exact = xla_operands(lhs, rhs, precision)
     right = to_multiply(right, layout)
     # The format `fp32` is what the others are compared with: it stays plain float32.
@@ -129,6 +146,13 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout |
         return contract_float32(left, lhs.axis, right, rhs.axis)
     result = _result_dtype(lhs, rhs, dtype, exact, layout) if left.dtype == jnp.bfloat16 else jnp.float32
     return contract(left, lhs.axis, right, rhs.axis, exact, result)
+
+
+def _are_exact_in_fp8(lhs: MXArray, rhs: MXArray) -> bool:
+    """Whether both are vectors of E2M1 and FP8 units run here: E4M3 represents their elements."""
+    formats, target = (get_format(q.format) for q in (lhs, rhs)), current_target()
+    vectors = all(f.is_vector and f.element is E2M1 for f in formats)
+    return vectors and lhs.elements.ndim == 2 and on_gpu() and target is not None and target.has_fp8
 
 
 def _result_dtype(

@@ -21,6 +21,7 @@ from mxjax.operands.kernel_operand import (
     decode,
     fp8_by_definition,
     pack_by_definition,
+    values_of_runs,
 )
 from mxjax.operands.split import split
 from mxjax.operands.use import OperandUse, dequantize_use, quantize_use, to_plain
@@ -110,7 +111,7 @@ def prepare_seen(q: KernelOperand, use: OperandUse) -> KernelOperand:
 
     assert use.reads is not None
     seen = use._replace(axis=use.axis if use.reads.axis == -1 else -3 - use.axis, reads=None)
-    return quantize_block16(q.elements, [seen], q.tensor_scale)[0]
+    return quantize_block16(q.elements, [seen], q.tensor_scale, run_factors=q.run_scales)[0]
 
 
 def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*batch _ _"]:
@@ -127,7 +128,8 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
         return dequantize_use(x, fprop)
     [q] = prepare(first_order_only(x), [fprop._replace(form="bf16")])
     assert isinstance(q, KernelOperand)
-    values = q.elements if fprop.axis == -1 else q.elements.swapaxes(-1, -2)
+    values = q.elements if q.run_scales is None else values_of_runs(q)
+    values = values if fprop.axis == -1 else values.swapaxes(-1, -2)
     length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
     values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)
     return values if q.factor is None else values.astype(jnp.float32) * q.factor

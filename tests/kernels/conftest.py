@@ -15,6 +15,7 @@ NATIVE = (
     "test_grouped",
     "test_products",
     "test_quantize",
+    "test_scaled_blocks",
 )
 
 

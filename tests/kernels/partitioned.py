@@ -19,19 +19,21 @@ from plain_kernels import (
     plain_block16,
     plain_carry,
     plain_cast,
+    plain_clip,
     plain_computed,
     plain_computed_cast,
     plain_correct,
     plain_gradients,
     plain_kernel,
     plain_product,
+    plain_runs,
 )
 
 import mxjax
 from mxjax.kernels.attention import launches
 from mxjax.kernels.attention.fused import fused_attention
-from mxjax.kernels.matmul import fp4_gemm, fp8_matmul
-from mxjax.kernels.quantize import block16, fp8, fp8_computed, quantizer
+from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
+from mxjax.kernels.quantize import block16, clipped, fp8, fp8_computed, quantizer
 from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.operand import Operand
@@ -93,6 +95,8 @@ def main() -> None:
     check_arrays_of_no_mesh(mesh, quantize, np.asarray(x), wanted)
     check_long_runs(mesh)
     check_block16(mesh)
+    check_runs(mesh)
+    check_clip(mesh)
     check_matmul(mesh)
     check_explicit()
     check_fp8(mesh)
@@ -169,17 +173,49 @@ def check_long_runs(mesh) -> None:
 def check_block16(mesh) -> None:
     """Each device quantizes its shard with the largest magnitude of all."""
     block16.triton_call = plain_block16
-    uses = [OperandUse(axis, Operand("nvfp4"), Rotation(16)) for axis in (-1, -2)]
+    x = jax.random.normal(jax.random.key(12), (2, 1024, 1024))
+    for name in ("nvfp4", "nvfp4_1x128"):
+        uses = [OperandUse(axis, Operand(name), Rotation(16)) for axis in (-1, -2)]
+        quantize = functools.partial(block16.quantize_block16, uses=uses)
+        with use_target(INTERPRETER):
+            wanted = jax.jit(quantize)(x)
+            largest = wanted[1].tensor_scale if name == "nvfp4" else jnp.max(wanted[1].run_scales)
+            np.testing.assert_array_equal(largest, jnp.max(jnp.abs(x)))
+            for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
+                check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
 
-    def quantize(x):
-        return block16.quantize_block16(x, uses)
 
-    x = jax.random.normal(jax.random.key(12), (2, 512, 512))
+def check_clip(mesh) -> None:
+    """Each device takes the gradient of its shard, in whole blocks."""
+    clipped.triton_call = plain_clip
+    raw, x = jax.random.normal(jax.random.key(15), (2, 256, 256))
+    product = Product(raw, (jnp.arange(256.0), 1 + jnp.arange(256.0)))
+    for axis in (-1, -2):
+        use = OperandUse(axis, Operand(gradient="clipped"), Rotation(32))
+        gradient = jax.jit(functools.partial(clipped.clipped_gradient, use=use, dtype=jnp.float32))
+        wanted = gradient(product, x)
+        for spec in (P("a", "b"), P(("a", "b")), P(None, "a"), P()):
+            sharding = NamedSharding(mesh, spec)
+            got = gradient(product._replace(raw=jax.device_put(raw, sharding)), jax.device_put(x, sharding))
+            np.testing.assert_array_equal(got, wanted)
+            assert got.sharding.is_equivalent_to(sharding, 2)
+
+
+def check_runs(mesh) -> None:
+    """Products of runs are summed over the devices that have them."""
+    scaled_blocks.triton_call = plain_runs
+    keys = jax.random.split(jax.random.key(14), 4)
+    lhs, rhs = (jax.random.normal(key, (256, 1024), jnp.bfloat16) for key in keys[:2])
+    scales = [jnp.exp2(jax.random.randint(key, (8, 256), -3, 4)) for key in keys[2:]]
+    multiply = jax.jit(functools.partial(scaled_blocks.matmul, dtype=jnp.float32))
     with use_target(INTERPRETER):
-        wanted = jax.jit(quantize)(x)
-        np.testing.assert_array_equal(wanted[1].tensor_scale, jnp.max(jnp.abs(x)))
-        for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
-            check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+        wanted = multiply(lhs, scales[0], rhs, scales[1])
+        for spec in (P("a"), P(None, "a"), P("a", "b"), P(None, ("a", "b"))):
+            of_elements = NamedSharding(mesh, spec)
+            of_scales = NamedSharding(mesh, P(*(*spec, None)[1::-1]))
+            placed = jax.device_put((lhs, scales[0]), (of_elements, of_scales))
+            got = multiply(*placed, rhs, scales[1])
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-3)
 
 
 def mesh_size(mesh, axis) -> int:

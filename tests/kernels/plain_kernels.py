@@ -15,7 +15,7 @@ from mxjax.numerics.rounding import stochastic_round
 from mxjax.numerics.scales import block_scale, divide_by_scale
 from mxjax.operands.carriers import Carried, carry
 from mxjax.operands.computed import Gated, GatedGradient, Normed
-from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition
+from mxjax.operands.kernel_operand import KernelOperand, decode, pack_by_definition, values_of_runs
 from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
@@ -53,18 +53,23 @@ def plain_kernel(kernel, x, scalars, *, out, **constants):
 
 
 def plain_block16(kernel, x, maxima, *_, out, **constants):
-    """Writes tiles' maxima, and x itself in bfloat16 as operands, in place of the kernels of `block16`."""
+    """Writes tiles' maxima, and x itself in bfloat16 as operands, in place of the kernels of `block16`.
+
+    Scales are the largest magnitudes of the tensor, or of runs.
+    """
     del constants
     if kernel is block16.largest_kernel:
         tiles = np.divmod(x.shape[2:], out[0].shape[2:])[0]
         shape = (*x.shape[:2], out[0].shape[2], tiles[0], out[0].shape[3], tiles[1])
         return [lax.bitcast_convert_type(jnp.max(jnp.abs(x).reshape(shape), (3, 5)), jnp.int32)] * 2
-    values = x.astype(jnp.bfloat16)
-    words = [
-        lax.bitcast_convert_type(t.reshape(*o.shape, 2), jnp.int32)
-        for t, o in zip((values, values.swapaxes(-1, -2)), out, strict=False)
-    ]
-    return [*words, lax.bitcast_convert_type(maxima, jnp.float32)]
+    written = []
+    for i, t in enumerate((x, x.swapaxes(-1, -2))):
+        of_words, of_scales = out[2 * i : 2 * i + 2]
+        words = t.astype(jnp.bfloat16).reshape(*of_words.shape, 2)
+        runs = jnp.max(jnp.abs(t).reshape(*t.shape[:-1], -1, 128), axis=-1).swapaxes(-1, -2)
+        whole = lax.bitcast_convert_type(maxima[:, i], jnp.float32)
+        written += [lax.bitcast_convert_type(words, jnp.int32), runs if len(of_scales.shape) > 1 else whole]
+    return written
 
 
 def plain_computed(kernel, *arrays, out, **_):
@@ -86,6 +91,23 @@ def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target, tiles=None):
     del target
     left, right = decode(KernelOperand(lhs, lhs_scales)), decode(KernelOperand(rhs, rhs_scales))
     return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def plain_runs(kernel, *operands, out, **_):
+    """Multiplies as the kernel for scales of runs does, by jax.numpy."""
+    del kernel
+    left, right = (
+        values_of_runs(KernelOperand(elements, None, run_scales=scales))
+        for elements, scales in zip(operands[::2], operands[1::2], strict=True)
+    )
+    return [jnp.einsum("bmk,bnk->bmn", left, right, precision="highest").astype(out[0].dtype)]
+
+
+def plain_clip(kernel, raw, x, row_factors, column_factors, *, out, **_):
+    """Returns what the kernel that clips gradients reads in each place: all of it counts."""
+    del kernel
+    y = raw * (row_factors[..., :, None] * column_factors[..., None, :])
+    return [(y + x).astype(out[0].dtype)]
 
 
 def plain_carry(lhs, rhs, carriers, target, grouped):

@@ -27,6 +27,7 @@ SR = dataclasses.replace(NV, rounding="stochastic")
 SIX = Operand("nvfp4", scale_max=256, four_over_six="mse")
 SIX_SR = dataclasses.replace(SIX, rounding="stochastic", four_over_six="mae", scale_target=5.5)
 EDEN = mxjax.get_policy("quartet2").dgrad.lhs
+RUNS = Operand("nvfp4_1x128")
 UE5M3 = Operand("fp4_ue5m3", rounding="stochastic")
 H16, H128 = Rotation(16, "fixed"), Rotation(128, "redrawn")
 CASES = {
@@ -38,6 +39,8 @@ CASES = {
     "four over six, stochastic": (SIX_SR, SIX_SR, H16),
     "eden, H128": (EDEN, EDEN, H128),
     "eden of single blocks": (dataclasses.replace(EDEN, eden=16), dataclasses.replace(EDEN, eden=64), None),
+    "scales of runs": (RUNS, RUNS, H16),
+    "scales of runs, stochastic": (dataclasses.replace(RUNS, rounding="stochastic"), RUNS, None),
     "ue5m3": (dataclasses.replace(UE5M3, scale_max=448), UE5M3, None),
 }
 
@@ -62,6 +65,9 @@ def assert_equal(got: KernelOperand, wanted: KernelOperand, length: int):
     assert (got.tensor_scale is None) == (wanted.tensor_scale is None)
     if wanted.tensor_scale is not None:
         np.testing.assert_array_equal(got.tensor_scale, wanted.tensor_scale)
+    assert (got.run_scales is None) == (wanted.run_scales is None)
+    if wanted.run_scales is not None:
+        np.testing.assert_array_equal(got.run_scales, wanted.run_scales)
 
 
 def check(case, x, axes):
@@ -99,7 +105,9 @@ def test_hoppers_random_bits_in_the_interpreter(case):
     check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
 
 
-@pytest.mark.parametrize(("case", "axis"), [("weights", -2), ("eden, H128", -1), ("ue5m3", -2)])
+@pytest.mark.parametrize(
+    ("case", "axis"), [("weights", -2), ("eden, H128", -1), ("ue5m3", -2), ("scales of runs", -1)]
+)
 def test_special_values_and_any_shape(case, axis):
     check(case, draw_tensor(np.random.default_rng(1), (33, 70), "special", "float32"), (axis,))
 
@@ -110,14 +118,16 @@ def test_tensors_that_have_no_scale_of_their_own(value):
 
 
 @pytest.mark.parametrize("axis", [pytest.param(-1, marks=pytest.mark.slow), -2])
-def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
+@pytest.mark.parametrize("name", ["quartet2", "tetrajet_v2"])
+def test_what_the_forward_pass_left_is_quantized_again_as_defined(name, axis):
     """By the kernel's operand, K-major and without its tensor scale, in place of the values."""
-    x = draw_tensor(np.random.default_rng(2), (64, 128), "wide", "bfloat16")
+    shape = (64, 128) if name == "quartet2" else (288, 160)
+    x = draw_tensor(np.random.default_rng(2), shape, "wide", "bfloat16")
 
     def use():
-        quartet = mxjax.get_policy("quartet2")
-        fprop, _ = uses_of(quartet.fprop, axis, axis, jax.random.key(0))
-        rotated, _ = uses_of(quartet.dgrad, -3 - axis, axis, jax.random.key(5))
+        policy = mxjax.get_policy(name)
+        fprop, _ = uses_of(policy.fprop, axis, axis, jax.random.key(0))
+        rotated, _ = uses_of(policy.dgrad, -3 - axis, axis, jax.random.key(5))
         return rotated._replace(form="bf16", reads=fprop._replace(form="bf16"))
 
     assert prepare.takes_seen(x, use())
@@ -152,10 +162,10 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole(case, n):
     pair = uses_of(Gemm(*CASES[case]), -1, -2, jax.random.key(5))
     scalars = jnp.concatenate([*(block16._words(use) for use in pair), jnp.zeros(1, jnp.uint32)])[None]
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
-    start = block16._Start(False, False, current_target())
+    start = block16._Start("", current_target())
     maxima = block16._maxima(pair, start, whole[None], scalars, [p * 0 for p in places])
     part = whole[b, r, c][None]
-    *got, _ = block16._call(pair, start, (2 * n, 2 * n), part, maxima, scalars, *places)
+    got = block16._call(pair, start, (2 * n, 2 * n), part, maxima, scalars, *places)[::2]
     for use, words, defined in zip(pair, got, quantize_block16(whole, pair), strict=True):
         other, blocked = (r, c) if use.axis == -1 else (c, r)
         np.testing.assert_array_equal(elements_of(words, "bf16")[0], defined.elements[b, other, blocked])

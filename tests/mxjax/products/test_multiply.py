@@ -221,7 +221,7 @@ def test_the_cpu_keeps_conversions_and_a_gpu_without_kernels_has_no_options(monk
 
 def test_cuda_compiles_without_tritons_gemms_where_they_are_tuned_for_long():
     bf16, *others = (
-        mxjax.get_policy(name) for name in ("bf16", "fp32", "fp8", "tetrajet_v2", "wgrad_hadamard")
+        mxjax.get_policy(name) for name in ("bf16", "fp32", "fp8", "uniform4_fp32", "wgrad_hadamard")
     )
     with use_target(Target("cuda", "sm_90")):
         assert compiler_options([bf16], None) == {}

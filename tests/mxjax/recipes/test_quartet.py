@@ -124,10 +124,18 @@ def test_packed_operands_are_not_kept_where_the_gradient_needs_the_tensor():
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("implementation", ["fp8_carriers", "scaled_dot"])
-def test_kernels_refuse_a_scale_that_is_not_from_the_largest_magnitude(implementation):
-    with pytest.raises(NotImplementedError, match=f"implementation '{implementation}' takes MXFP4"):
-        run(QUARTET, implementation, jax.random.key(0))
+def test_packed_operands_give_the_products_of_the_definition():
+    key = jax.random.key(0)
+    for name, ours, expected in zip(
+        ("y", "dx", "dw"), run(QUARTET, "fp8_carriers", key), run(QUARTET, "reference", key), strict=True
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_kernels_refuse_square_blocks_scaled_by_their_deviation():
+    square = Operand(scale_rule="quest", block_shape=(32, 32))
+    with pytest.raises(NotImplementedError, match="implementation 'fp8_carriers' takes MXFP4"):
+        run(Policy(fprop=Gemm(square, square)), "fp8_carriers")
 
 
 def test_experts_refuse_a_gradient_that_is_more_than_a_product():
