@@ -126,6 +126,8 @@ class _Ring(NamedTuple):
         return [(i, chunk if chunk < self.parts else 2 * self.parts - 1 - chunk) for i, chunk in chunks]
 
     def _send(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
+        if all(i == j for i, j in pairs):  # which XLA would not leave out
+            return x
         groups = range(0, jax.lax.axis_size("context"), self.parts)
         return jax.lax.ppermute(x, "context", [(g + i, g + j) for g in groups for i, j in pairs])
 
@@ -189,14 +191,17 @@ def _backward(ring: _Ring, q, k, v, first_key, sinks_N, out, lse, dout):
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     of_queries = Results(out, lse.reshape(delta.shape), dout, delta)
     dq, *dkv = _own(part_gradients, ring, q, k, v, first_key, of_queries)
+    of_others = [jnp.zeros_like(d) for d in dkv]  # of the keys and values that are here
     for i in range(1, ring.parts):
-        (k, v), dkv = ring.rotate((k, v)), ring.rotate(dkv)
+        k, v = ring.rotate((k, v))
+        of_others = ring.rotate(of_others) if i > 1 else of_others
         step, low = ring.step(i, first_key)
         rows = jax.tree.map(step.of_queries, (q, of_queries))
         dq_pairs, *dkv_pairs = part_gradients(rows[0], step.of_keys(k), step.of_keys(v), low, rows[1])
         dq += sum(step.to_queries(dq_pairs))
-        dkv = [d + sum(step.to_keys(pairs)) for d, pairs in zip(dkv, dkv_pairs, strict=True)]
-    gradients = zip((dq, *ring.rotate(dkv)), dtypes, strict=True)
+        of_others = [d + sum(step.to_keys(pairs)) for d, pairs in zip(of_others, dkv_pairs, strict=True)]
+    dkv = [d + more for d, more in zip(dkv, ring.rotate(of_others), strict=True)]
+    gradients = zip((dq, *dkv), dtypes, strict=True)
     d_sinks = None
     if sinks_N is not None:
         d_sinks = -jnp.sum(jnp.exp(sinks_N.astype(jnp.float32) - of_queries.lse) * delta, axis=(0, 1))
@@ -231,4 +236,4 @@ def ring_bytes(q: jax.ShapeDtypeStruct, kv_heads: int) -> int:
     _, S, N, H = q.shape
     chunks = jax.ShapeDtypeStruct((2, S // 2, N, H), q.dtype)  # which kernels may not take, but rows
     scores = 0 if takes_part(chunks) else 12 * N * piece_of(S) * S
-    return scores + S * H * (12 * N + 24 * kv_heads)
+    return scores + S * H * (12 * N + 32 * kv_heads)
