@@ -106,23 +106,23 @@ def partitioned(
         **{factor: size for factor, size in sizes.items() if factor not in axes},
     )
 
-    def call(*arguments):
-        """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already.
+    return functools.partial(_call_on_mesh, on_all, function)
 
-        Under one over some axes the arguments are gathered over the others, which JAX cannot partition here.
-        """
-        mesh = get_abstract_mesh()
-        if mesh.are_all_axes_manual:
-            return on_all(*arguments)
-        if not mesh.manual_axes:
-            return function(mesh, *arguments)
-        _warn_of_gathering()
-        rest = set(mesh.axis_names) - set(mesh.manual_axes)
-        return jax.shard_map(on_all, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=rest)(
-            *arguments
-        )
 
-    return call
+def _call_on_mesh(direct: Callable, partitioned: Callable, *arguments: jax.Array):
+    """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already.
+
+    Under one over some axes the arguments are gathered over the others, which JAX cannot partition here.
+    """
+    mesh = get_abstract_mesh()
+    if mesh.are_all_axes_manual:
+        return direct(*arguments)
+    if not mesh.manual_axes:
+        return partitioned(mesh, *arguments)
+    _warn_of_gathering()
+    rest = set(mesh.axis_names) - set(mesh.manual_axes)
+    whole = PartitionSpec()
+    return jax.shard_map(direct, in_specs=whole, out_specs=whole, axis_names=rest)(*arguments)
 
 
 @functools.cache

@@ -129,23 +129,18 @@ class Decoder(nnx.Module):
             rope = cut(jnp.broadcast_to(rope, (*tokens_BS.shape, rope.shape[2])), parts)
             tokens_BS = cut(tokens_BS, parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
+        common = _Common(implementation, rope, starts_BS, parts, traffic)
         blocks = nnx.to_pure_dict(nnx.state(self.blocks))
         rotated = rotated_blocks(self.config)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            graph = block_graph(self.config, start)
-            options = implementation, rope, starts_BS, parts, traffic
-            run = functools.partial(_run_block, graph, block_policies, *options)
-            slow = quantizes_by_xla(block_policies.values(), implementation)
-            turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
-            run = rematerialize(run, remat, in_loop=stop - start > turn)
+            run = functools.partial(_run_block, block_graph(self.config, start), block_policies, common)
             keys = block_keys(key, start, stop, len(block_policies))
             of_blocks = part(self.config, blocks, start, stop), slice_stack(slots, start, stop)
             layers = of_blocks, (keys, *slice_stack((windows, rotated), start, stop))
-            if turn == stop - start and row_parts() > 1:
-                x_BSD, head, routing = run_blocks(run, x_BSD, layers, turn, head)
-            else:
-                x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
+            slow = quantizes_by_xla(block_policies.values(), implementation)
+            turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
+            x_BSD, head, routing = _run_alike(run, x_BSD, head, layers, stop - start, turn, remat)
             routings.append(routing)
         routings = [routing for routing in routings if routing is not None] or [None]
         routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
@@ -287,8 +282,34 @@ def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
     return jnp.asarray(config.rope_layers, jnp.float32) if 0 in config.rope_layers else None
 
 
-def _run_block(graph, policies, implementation, rope, starts_BS, parts, traffic, x_BSD, layer):
+class _Common(NamedTuple):
+    """What all blocks share; arguments of `Decoder.hidden`, and `parts` of `models.context`."""
+
+    implementation: Implementation | None
+    rope: Array
+    starts_BS: Int[Array, "B S"] | None
+    parts: int
+    traffic: Traffic | None
+
+
+def _run_alike(run, x_BSD, head, layers, n: int, turn: int, remat: Remat):
+    """Returns (x_BSD, the head's matrix, routing) after n blocks of the same structure and policies.
+
+    Args:
+      run: runs one block.
+      layers: what each block has of its own, stacked.
+      turn: blocks in one iteration of the compiled loop.
+    """
+    run = rematerialize(run, remat, in_loop=n > turn)
+    if turn == n and row_parts() > 1:
+        return run_blocks(run, x_BSD, layers, turn, head)
+    x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=n, unroll=turn)
+    return x_BSD, head, routing
+
+
+def _run_block(graph, policies, common: _Common, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
+    implementation, rope, starts_BS, parts, traffic = common
     (weights, slots), (keys, window, rotates) = layer
     of_block = BlockGemms(policies, keys, implementation, slots, parts, traffic)
     first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
