@@ -51,8 +51,9 @@ def _ring(parts, q, k, v, first_key, sinks_N):
 
 def _ring_fwd(parts, q, k, v, first_key, sinks_N):
     run = _on_devices(_forward, parts, (*_QKV, _FIRST_KEY, _SINKS), (_QUERIES, _LSE))
-    out, lse = tag_attention(run(q, k, v, first_key, sinks_N))
-    return out, (q, k, v, first_key, sinks_N, out, lse)
+    kept = tag_attention(run(q, k, v, first_key, sinks_N))
+    [out] = _on_devices(lambda ring, x: (ring.to_row(x),), parts, (_QUERIES,), (_QUERIES,))(kept[0])
+    return out, (q, k, v, first_key, sinks_N, *kept)
 
 
 def _ring_bwd(parts, residuals, dout):
@@ -67,7 +68,7 @@ _QUERIES = ("rows", None, "heads", None)
 _QKV = (_QUERIES, _QUERIES, _QUERIES)
 _FIRST_KEY, _SINKS = ("rows", None), ("heads",)
 _LSE = ("rows", None, "heads")
-"""Logical axes. A device's `lse` is in the order of its chunks, not of its row."""
+"""Logical axes. Kept results are in the order of a device's chunks, not of its row."""
 
 
 def _on_devices(run: Callable[..., Any], parts: int, arguments, results) -> Callable[..., Any]:
@@ -93,8 +94,9 @@ class _Ring(NamedTuple):
         even, odd = (self._send(half, self._places(i)) for i, half in enumerate((even, odd)))
         return jnp.where(self.device % 2 == 0, jnp.stack([even, odd]), jnp.stack([odd, even]))
 
-    def to_row(self, chunks: Shaped[Array, "2 C *rest"]) -> Shaped[Array, "1 S *rest"]:
-        """Returns the row that this device holds: the inverse of `to_chunks`."""
+    def to_row(self, chunks: Shaped[Array, "1 S *rest"]) -> Shaped[Array, "1 S *rest"]:
+        """Returns the row that this device holds, from its joined chunks: the inverse of `to_chunks`."""
+        chunks = chunks.reshape(2, -1, *chunks.shape[2:])
         halves = jnp.where(self.device % 2 == 0, chunks, chunks[::-1])
         back = [[(place, i) for i, place in self._places(half)] for half in (0, 1)]
         return jnp.concatenate([self._send(halves[i], back[i]) for i in (0, 1)])[None]
@@ -126,6 +128,8 @@ class _Ring(NamedTuple):
         return [(i, chunk if chunk < self.parts else 2 * self.parts - 1 - chunk) for i, chunk in chunks]
 
     def _send(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
+        if all(i == j for i, j in pairs):  # which XLA would not leave out
+            return x
         groups = range(0, jax.lax.axis_size("context"), self.parts)
         return jax.lax.ppermute(x, "context", [(g + i, g + j) for g in groups for i, j in pairs])
 
@@ -167,7 +171,7 @@ class _Step(NamedTuple):
 
 
 def _forward(ring: _Ring, q, k, v, first_key, sinks_N):
-    """Returns a row's attention, and its logarithms of sums of exp(scores) [1, S, N] in the chunks' order."""
+    """Returns attention and its logarithms of sums of exp(scores) [1, S, N], both in the chunks' order."""
     dtype = q.dtype
     q, k, v, first_key = jax.tree.map(ring.to_chunks, (q, k, v, first_key))
     out, lse = _own(functools.partial(attend_part, sinks_N=sinks_N), ring, q, k, v, first_key)
@@ -179,29 +183,37 @@ def _forward(ring: _Ring, q, k, v, first_key, sinks_N):
         lse = jax.nn.logsumexp(jnp.stack(new), axis=0)
         shares = [jnp.exp(x - lse)[..., None] for x in new]
         out = out * shares[0] + pairs[0] * shares[1] + pairs[1] * shares[2]
-    return ring.to_row(out.astype(dtype)), lse.reshape(1, -1, lse.shape[2])
+    return _joined(out.astype(dtype)), _joined(lse)
 
 
 def _backward(ring: _Ring, q, k, v, first_key, sinks_N, out, lse, dout):
     """Returns the gradients of q, k, v and the sinks."""
     dtypes = q.dtype, k.dtype, v.dtype
-    q, k, v, first_key, out, dout = jax.tree.map(ring.to_chunks, (q, k, v, first_key, out, dout))
+    q, k, v, first_key, dout = jax.tree.map(ring.to_chunks, (q, k, v, first_key, dout))
+    out = out.reshape(dout.shape)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     of_queries = Results(out, lse.reshape(delta.shape), dout, delta)
     dq, *dkv = _own(part_gradients, ring, q, k, v, first_key, of_queries)
+    of_others = [jnp.zeros_like(d) for d in dkv]  # of the keys and values that are here
     for i in range(1, ring.parts):
-        (k, v), dkv = ring.rotate((k, v)), ring.rotate(dkv)
+        k, v = ring.rotate((k, v))
+        of_others = ring.rotate(of_others) if i > 1 else of_others
         step, low = ring.step(i, first_key)
         rows = jax.tree.map(step.of_queries, (q, of_queries))
         dq_pairs, *dkv_pairs = part_gradients(rows[0], step.of_keys(k), step.of_keys(v), low, rows[1])
         dq += sum(step.to_queries(dq_pairs))
-        dkv = [d + sum(step.to_keys(pairs)) for d, pairs in zip(dkv, dkv_pairs, strict=True)]
-    gradients = zip((dq, *ring.rotate(dkv)), dtypes, strict=True)
+        of_others = [d + sum(step.to_keys(pairs)) for d, pairs in zip(of_others, dkv_pairs, strict=True)]
+    dkv = [d + more for d, more in zip(dkv, ring.rotate(of_others), strict=True)]
+    gradients = zip((dq, *dkv), dtypes, strict=True)
     d_sinks = None
     if sinks_N is not None:
         d_sinks = -jnp.sum(jnp.exp(sinks_N.astype(jnp.float32) - of_queries.lse) * delta, axis=(0, 1))
         d_sinks = sum_over_rows(d_sinks).astype(sinks_N.dtype)
-    return (*(ring.to_row(d.astype(dtype)) for d, dtype in gradients), d_sinks)
+    return (*(ring.to_row(_joined(d.astype(dtype))) for d, dtype in gradients), d_sinks)
+
+
+def _joined(chunks: Shaped[Array, "2 C *rest"]) -> Shaped[Array, "1 S *rest"]:
+    return chunks.reshape(1, -1, *chunks.shape[2:])
 
 
 def _own(run: Callable[..., Any], ring: _Ring, q, k, v, first_key, *rows):
@@ -231,4 +243,4 @@ def ring_bytes(q: jax.ShapeDtypeStruct, kv_heads: int) -> int:
     _, S, N, H = q.shape
     chunks = jax.ShapeDtypeStruct((2, S // 2, N, H), q.dtype)  # which kernels may not take, but rows
     scores = 0 if takes_part(chunks) else 12 * N * piece_of(S) * S
-    return scores + S * H * (12 * N + 24 * kv_heads)
+    return scores + S * H * (12 * N + 32 * kv_heads)

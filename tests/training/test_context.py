@@ -116,5 +116,5 @@ def test_sequences_that_devices_cannot_share_are_an_error(text, sequences, lengt
 def test_scores_count_unless_kernels_take_chunks(monkeypatch, length, fused):
     monkeypatch.setattr("models.partial_attention.current_target", lambda: Target("cuda", "sm_90"))
     q = jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16)
-    scores = ring_bytes(q, 2) - length * 128 * (12 * 8 + 24 * 2)
+    scores = ring_bytes(q, 2) - length * 128 * (12 * 8 + 32 * 2)
     assert scores == (0 if fused else 12 * 8 * 384 * length)
