@@ -13,9 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from models.sharding import constrain, gather, is_data_parallel, row_parts, spec, sum_over_rows
+from models.sharding import (
+    constrain,
+    gather,
+    is_data_parallel,
+    mesh_sizes,
+    row_parts,
+    spec,
+    sum_over_rows,
+)
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
+from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.mesh import Layout, as_stored
 
 LOSS_TOKENS = 2048
@@ -77,9 +86,35 @@ def cross_entropy(
 
 
 def _cross_entropy_fwd(logits, targets):
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    normalizer = _logsumexp(logits)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return normalizer - chosen, (logits, targets, normalizer)
+
+
+def _logsumexp(logits: Float32[Array, "*shape V"]) -> Float32[Array, "*shape"]:
+    """Returns logsumexp over the vocabulary, on a GPU that has all of it by one pass over the logits."""
+    if not on_gpu() or mesh_sizes().get("tensor", 1) > 1:
+        return jax.nn.logsumexp(logits, axis=-1)
+    return one_pass_logsumexp(logits)
+
+
+def one_pass_logsumexp(logits: Float32[Array, "*shape V"]) -> Float32[Array, "*shape"]:
+    """Returns logsumexp over the last axis: the largest and the sum of exponentials relative to it at once.
+
+    NaN where an element is NaN; otherwise infinity where one is infinite, and minus infinity where all are
+    minus infinity.
+    Source: "Online normalizer calculation for softmax", arXiv 1805.02867, section 3.
+    """
+    operands, initial = (logits, jnp.ones_like(logits)), (-jnp.inf, 0.0)
+    largest, total = jax.lax.reduce(operands, initial, _join_sums, (logits.ndim - 1,))
+    return largest + jnp.log(total)
+
+
+def _join_sums(left, right):
+    """Returns the largest of both and the sum of both sums relative to it, by one exponential."""
+    (a, of_a), (b, of_b) = left, right
+    factor = jnp.exp(jnp.where(a == b, 0.0, -jnp.abs(a - b)))
+    return jnp.maximum(a, b), jnp.where(a >= b, of_a + of_b * factor, of_a * factor + of_b)
 
 
 def _cross_entropy_bwd(residuals, g):

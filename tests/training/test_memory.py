@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mxjax
 from models import decoder, lora
 from models.configs import DecoderConfig, ExpertsConfig
 from models.gemms import LINEAR_LAYERS, linear_weights
-from models.loss import LOSS_TOKENS, cross_entropy
+from models.loss import LOSS_TOKENS, cross_entropy, one_pass_logsumexp
 from training.command_line import parse
 from training.config import OptimizerConfig
 from training.memory import ONE_DEVICE, Memory, device_bytes, step_memory
@@ -197,6 +198,14 @@ def test_cross_entropy_and_its_gradient_are_optax_s():
     found = both(cross_entropy)
     expected = both(optax.softmax_cross_entropy_with_integer_labels)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_the_one_pass_normalizer_is_scipy_s():
+    logits = np.random.default_rng(0).normal(size=(2, 6, 1000)).astype(np.float32) * 20
+    logits[0, :4, 0] = -np.inf, np.inf, np.nan, 3e38
+    logits[0, 4], logits[0, 5, :700] = -np.inf, -np.inf
+    expected = scipy.special.logsumexp(logits.astype(np.float64), axis=-1)
+    np.testing.assert_allclose(jax.jit(one_pass_logsumexp)(logits), expected, rtol=1e-6)
 
 
 def test_logits_exist_in_pieces_and_the_head_is_converted_once():
