@@ -138,8 +138,6 @@ class DecoderConfig:
             raise ValueError(
                 f"rope_layers must be 0 or 1 in each block, 0 in one at least, got {self.rope_layers}"
             )
-        if self.yarn and 0 in self.rope_layers:
-            raise ValueError("yarn scales queries and keys of all blocks: rope_layers must have no 0 with it")
         if self.rope_scaling and self.yarn:
             raise ValueError("rope_scaling and yarn both scale the rotary frequencies: give one of them")
         if self.n_heads % self.n_kv_heads:
