@@ -19,6 +19,13 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_context: int = 8192
 
+    def __post_init__(self):
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor must be less than high_freq_factor {self.high_freq_factor}, got "
+                f"{self.low_freq_factor}"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
@@ -38,6 +45,10 @@ class Yarn:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+
+    def __post_init__(self):
+        if self.beta_slow > self.beta_fast:
+            raise ValueError(f"beta_slow must be at most beta_fast {self.beta_fast}, got {self.beta_slow}")
 
 
 @dataclasses.dataclass(frozen=True)
