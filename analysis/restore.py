@@ -18,9 +18,9 @@ from models.experts import check_policies
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules
-from training.delayed import without_histories
 from training.files import make_absolute
 from training.log.metrics import best_step
+from training.optimizer.delayed import without_histories
 from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
 from training.process.environment import start_jax
 from training.process.start import program_name

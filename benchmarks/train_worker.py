@@ -31,7 +31,7 @@ from mxjax.runtime.tables import table
 from training import sharding as parameter_sharding
 from training.config import DataConfig, OptimizerConfig, parse_rules
 from training.data.load import load_data
-from training.delayed import is_delayed, scales_of, with_histories
+from training.optimizer.delayed import is_delayed, scales_of, with_histories
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 from training.process.environment import facts

@@ -31,8 +31,8 @@ if [ "$tiny" ]; then
   size+=(--eval-every 50 --eval-batches 8 --stats-every 50)
 else
   vocabulary=32000
-  size=(--model 125m --steps 6000 --batch-size 64 --seq-len 512 --lr 2e-3 --warmup-steps 200)
-  size+=(--eval-every 500 --eval-batches 20 --stats-every 500 --checkpoint-every 2000)
+  size=(--model 125m --steps 4000 --batch-size 64 --seq-len 512 --lr 2e-3 --warmup-steps 200)
+  size+=(--eval-every 500 --eval-batches 20 --stats-every 1000 --checkpoint-every 2000)
 fi
 
 mkdir -p "$out"

@@ -12,8 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    use_abstract_mesh,
+)
 
 _log = logging.getLogger("mxjax")
 
@@ -72,7 +80,8 @@ def partitioned(
     over = [summed] if summed else list(reduced)
     arguments_rule, results_rule = (_parse(side) for side in rule.split("->"))
 
-    def partition(mesh, arguments, results):
+    def partition(traced: AbstractMesh, mesh: Mesh, arguments, results):
+        mesh = _mesh_of(traced, arguments) if mesh.empty else mesh
         cuts = _cuts(mesh, arguments_rule, arguments, sizes, whole)
         of_arguments = [_sharding(mesh, axes, cuts) for axes in arguments_rule]
         of_results = [_sharding(mesh, axes, cuts) for axes in results_rule]
@@ -86,7 +95,7 @@ def partitioned(
     def on_all(*arguments):
         return run(*arguments, ()) if over else run(*arguments)
 
-    function = custom_partitioning(on_all)
+    function = custom_partitioning(lambda _, *arguments: on_all(*arguments), static_argnums=(0,))
     factors = dict.fromkeys(re.findall(r"\w+", rule))
     axes = [axis[0] for term in (*arguments_rule, *results_rule) for axis in term if len(axis) == 1]
     function.def_partition(
@@ -97,23 +106,23 @@ def partitioned(
         **{factor: size for factor, size in sizes.items() if factor not in axes},
     )
 
-    def call(*arguments):
-        """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already.
+    return functools.partial(_call_on_mesh, on_all, function)
 
-        Under one over some axes the arguments are gathered over the others, which JAX cannot partition here.
-        """
-        mesh = get_abstract_mesh()
-        if mesh.are_all_axes_manual:
-            return on_all(*arguments)
-        if not mesh.manual_axes:
-            return function(*arguments)
-        _warn_of_gathering()
-        rest = set(mesh.axis_names) - set(mesh.manual_axes)
-        return jax.shard_map(on_all, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=rest)(
-            *arguments
-        )
 
-    return call
+def _call_on_mesh(direct: Callable, partitioned: Callable, *arguments: jax.Array):
+    """Calls the kernel directly under `jax.shard_map` over all axes: the arguments are shards already.
+
+    Under one over some axes the arguments are gathered over the others, which JAX cannot partition here.
+    """
+    mesh = get_abstract_mesh()
+    if mesh.are_all_axes_manual:
+        return direct(*arguments)
+    if not mesh.manual_axes:
+        return partitioned(mesh, *arguments)
+    _warn_of_gathering()
+    rest = set(mesh.axis_names) - set(mesh.manual_axes)
+    whole = PartitionSpec()
+    return jax.shard_map(direct, in_specs=whole, out_specs=whole, axis_names=rest)(*arguments)
 
 
 @functools.cache
@@ -137,15 +146,42 @@ def _cuts(mesh, rule, arguments, sizes, whole) -> dict[str, tuple[str, ...]]:
     cuts: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
     for axes, argument in zip(rule, arguments, strict=True):
-        spec = (*argument.sharding.spec, *(None for _ in axes))[: len(axes)]
+        spec = _spec(mesh, argument.sharding, len(axes))
         for factors, length, names in zip(axes, argument.shape, spec, strict=True):
-            names = (names,) if isinstance(names, str) else tuple(names or ())
             factor, parts = factors[0], math.prod(mesh.shape[name] for name in names)
             size = sizes[factor] if len(factors) > 1 else length
             if names and factor not in (*whole, *cuts) and not used.intersection(names) and size % parts == 0:
                 cuts[factor] = names
                 used.update(names)
     return cuts
+
+
+def _mesh_of(traced: AbstractMesh, arguments) -> Mesh:
+    """Returns the mesh that was set while tracing.
+
+    JAX forgets it if no argument and no result of the program lies on a mesh.
+    """
+    first = arguments[0]
+    devices = list(first.sharding.devices_indices_map((traced.size,) * len(first.shape)))
+    return Mesh(np.array(devices).reshape(traced.axis_sizes), traced.axis_names)
+
+
+def _spec(mesh: Mesh, sharding, ndim: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that shard each axis of an array; none for an axis that parts of them shard."""
+    if isinstance(sharding, NamedSharding):
+        spec = (*sharding.spec, *(None for _ in range(ndim)))[:ndim]
+        return [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
+    slices = sharding.devices_indices_map((mesh.size,) * ndim).values()
+    starts = np.array([[s.start or 0 for s in part] for part in slices]).reshape(*mesh.devices.shape, ndim)
+    return [_axes_of(mesh, starts[..., i]) for i in range(ndim)]
+
+
+def _axes_of(mesh: Mesh, starts: np.ndarray) -> tuple[str, ...]:
+    """Returns the mesh axes along which each device's first index grows, the one by most first."""
+    corners = [(starts.take(1, i).flat[0], name) for i, (name, n) in enumerate(mesh.shape.items()) if n > 1]
+    names = tuple(name for step, name in sorted(corners, reverse=True) if step)
+    parts = math.prod(mesh.shape[name] for name in names)
+    return names if len(np.unique(starts)) == parts else ()
 
 
 def _sharding(mesh, axes, cuts) -> NamedSharding:

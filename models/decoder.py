@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import gemms, loss
-from models.attention import block_windows, rope_of
+from models.attention import Rope, block_windows, rope_of
 from models.block import RMSNorm
 from models.configs import DecoderConfig
 from models.context import cut, join, sequence_parts
@@ -122,31 +122,26 @@ class Decoder(nnx.Module):
         """
         parts = sequence_parts(mesh_sizes(), *tokens_BS.shape)
         windows = block_windows(self.config, tokens_BS.shape[1])
-        has_mask = windows is not None or parts > 1
-        rope, starts_BS = _positions(self.config, tokens_BS, documents, has_mask)
-        if parts > 1 and starts_BS is not None:
-            starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
+        rope, starts_BS = _positions(self.config, tokens_BS, documents, windows is not None)
+        if parts > 1:
+            if starts_BS is not None:
+                starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
             angles = jnp.broadcast_to(rope.angles, (*tokens_BS.shape, rope.angles.shape[2]))
             rope = rope._replace(angles=cut(angles, parts))
             tokens_BS = cut(tokens_BS, parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
+        common = _Common(implementation, rope, starts_BS, parts, traffic)
         blocks = nnx.to_pure_dict(nnx.state(self.blocks))
         rotated = rotated_blocks(self.config)
         routings = []
         for start, stop, block_policies in runs(policies, self.config.n_layers):
-            graph = block_graph(self.config, start)
-            options = implementation, rope, starts_BS, parts, traffic
-            run = functools.partial(_run_block, graph, block_policies, *options)
-            slow = quantizes_by_xla(block_policies.values(), implementation)
-            turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
-            run = rematerialize(run, remat, in_loop=stop - start > turn)
+            run = functools.partial(_run_block, block_graph(self.config, start), block_policies, common)
             keys = block_keys(key, start, stop, len(block_policies))
             of_blocks = part(self.config, blocks, start, stop), slice_stack(slots, start, stop)
             layers = of_blocks, (keys, *slice_stack((windows, rotated), start, stop))
-            if turn == stop - start and row_parts() > 1:
-                x_BSD, head, routing = run_blocks(run, x_BSD, layers, turn, head)
-            else:
-                x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=stop - start, unroll=turn)
+            slow = quantizes_by_xla(block_policies.values(), implementation)
+            turn = min(unroll or (stop if on_gpu() and not slow else 1), stop - start)
+            x_BSD, head, routing = _run_alike(run, x_BSD, head, layers, stop - start, turn, remat)
             routings.append(routing)
         routings = [routing for routing in routings if routing is not None] or [None]
         routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
@@ -288,8 +283,34 @@ def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
     return jnp.asarray(config.rope_layers, jnp.float32) if 0 in config.rope_layers else None
 
 
-def _run_block(graph, policies, implementation, rope, starts_BS, parts, traffic, x_BSD, layer):
+class _Common(NamedTuple):
+    """What all blocks share; arguments of `Decoder.hidden`, and `parts` of `models.context`."""
+
+    implementation: Implementation | None
+    rope: Rope
+    starts_BS: Int[Array, "B S"] | None
+    parts: int
+    traffic: Traffic | None
+
+
+def _run_alike(run, x_BSD, head, layers, n: int, turn: int, remat: Remat):
+    """Returns (x_BSD, the head's matrix, routing) after n blocks of the same structure and policies.
+
+    Args:
+      run: runs one block.
+      layers: what each block has of its own, stacked.
+      turn: blocks in one iteration of the compiled loop.
+    """
+    run = rematerialize(run, remat, in_loop=n > turn)
+    if turn == n and row_parts() > 1:
+        return run_blocks(run, x_BSD, layers, turn, head)
+    x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=n, unroll=turn)
+    return x_BSD, head, routing
+
+
+def _run_block(graph, policies, common: _Common, x_BSD, layer):
     """Runs one block with its own weights and random bits: the body of the scan over layers."""
+    implementation, rope, starts_BS, parts, traffic = common
     (weights, slots), (keys, window, rotates) = layer
     of_block = BlockGemms(policies, keys, implementation, slots, parts, traffic)
     first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)

@@ -228,15 +228,13 @@ def attend(
         q, k, v = (t.astype(dtype) for t in (q_BSNH, k_BTGH, v_BTGH))
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
             if gemms.parts > 1:
-                assert first_key_BS is not None
                 return ring_attention(q, k, v, first_key_BS, sinks_N, gemms.parts)
             if visible_BST is None:
                 return causal_attention(q, k, v, first_key_BS, sinks_N)
             return attend_visible(q, k, v, visible_BST, sinks_N)
     if gemms.parts > 1:
-        assert first_key_BS is not None
         tensors = q_BSNH, k_BTGH, v_BTGH, first_key_BS
-        q_BSNH, k_BTGH, v_BTGH, first_key_BS = (join(t, gemms.parts) for t in tensors)
+        q_BSNH, k_BTGH, v_BTGH, first_key_BS = jax.tree.map(lambda t: join(t, gemms.parts), tensors)
     B, S, N, H = q_BSNH.shape
     T, G = k_BTGH.shape[1:3]
     q_BSGRH = q_BSNH.reshape(B, S, G, N // G, H)

@@ -1,22 +1,42 @@
 """Attention to a part of a sequence's keys, with the logarithm of each query's sum of exp(scores).
 
-The kernels of `mxjax.kernels.attention` compute it where they run, else XLA, some queries at a time. Their
-results are in bfloat16, XLA's in float32. Shapes in names as in `models.decoder`.
+cuDNN computes it where it can, or the kernels of `mxjax.kernels.attention`, else XLA, some queries at a time.
+The kernels' results are in bfloat16, XLA's in float32. Shapes in names as in `models.decoder`.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
-from models.attention import PIECE, kernel_on
+from models.attention import PIECE, kernel_on, on_cuda
 from mxjax.runtime.devices import Target, current_target
+
+
+class Results(NamedTuple):
+    """Attention to all keys, of which its gradients by a part of them are functions.
+
+    Attributes:
+      out, dout: the result and its gradient.
+      lse: the logarithms of the sums of exp(scores).
+      delta: the sums of out * dout over a head.
+    """
+
+    out: Float[Array, "B S N H"]
+    lse: Float32[Array, "B S N"]
+    dout: Float[Array, "B S N H"]
+    delta: Float32[Array, "B S N"]
 
 
 def attend_part(q, k, v, low, sinks_N=None, *, is_causal: bool = False):
     """Returns attention and the logarithm of each query's sum of exp(scores) [B, S, N], in float32.
 
-    Query i sees keys `low[i]` to i, or to the last if not `is_causal`, and may then see none.
+    Query i sees keys `low[i]` to i, or to the last if not `is_causal`, and may then see none. None is 0.
     """
+    if low is None and sinks_N is None and _by_cudnn(q):
+        return attend_part_by_cudnn(q, k, v, is_causal)
+    low = jnp.zeros(q.shape[:2], jnp.int32) if low is None else low
     if takes_part(q):
         return attend_part_by_kernel(current_target(), q, k, v, low, sinks_N, is_causal)
     G = k.shape[2]
@@ -39,11 +59,12 @@ def attend_part(q, k, v, low, sinks_N=None, *, is_causal: bool = False):
     return _whole(out).reshape(q.shape), _whole(lse).reshape(q.shape[:3])
 
 
-def part_gradients(q, k, v, low, lse, dout, delta, *, is_causal: bool = False):
-    """Returns the gradients of q, k and v in float32, given those of `attend_part`'s results by all keys.
-
-    `lse` [B, S, N] are the logarithms of the sums over all keys, `delta` the sums of dout * out over a head.
-    """
+def part_gradients(q, k, v, low, results: Results, *, is_causal: bool = False):
+    """Returns the gradients of q, k and v in float32; `low` and `is_causal` as in `attend_part`."""
+    _, lse, dout, delta = results
+    if low is None and _by_cudnn(q):
+        return part_gradients_by_cudnn(q, k, v, results, is_causal)
+    low = jnp.zeros(q.shape[:2], jnp.int32) if low is None else low
     if takes_part(q):
         return part_gradients_by_kernel(current_target(), q, k, v, low, lse, dout, delta, is_causal)
     G, scale = k.shape[2], q.shape[3] ** -0.5
@@ -72,6 +93,39 @@ def takes_part(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     from mxjax.kernels.attention.launches import BLOCK_MULTIPLE  # needs Triton
 
     return q.shape[1] % BLOCK_MULTIPLE == 0
+
+
+def _by_cudnn(q: jax.Array) -> bool:
+    """Returns whether cuDNN computes these queries here, without a mask besides the causal one."""
+    return kernel_on(current_target(), on_cuda(), q, is_plain=True) == "cudnn"
+
+
+def attend_part_by_cudnn(q, k, v, is_causal: bool):
+    """Returns `attend_part` by cuDNN's forward kernel."""
+    cudnn = _cudnn()
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    options = {"scale": q.shape[3] ** -0.5, "mask_type": mask, "return_residual": True}
+    out, lse = cudnn.dot_product_attention(q, k, v, **options)
+    return out.astype(jnp.float32), jnp.moveaxis(lse, 1, -1)
+
+
+def part_gradients_by_cudnn(q, k, v, results: Results, is_causal: bool):
+    """Returns `part_gradients` by cuDNN's backward kernel, which takes the results of all keys as its own."""
+    cudnn = _cudnn()
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    lse, absent = jnp.moveaxis(results.lse, -1, 1), jnp.zeros(0, q.dtype)
+    given = q, k, v, *(absent,) * 7, lse, results.out.astype(q.dtype)
+    layout, version = cudnn.AttentionLayout.BTNH.value, cudnn.check_cudnn_version()
+    rest = q.shape[3] ** -0.5, 42, 0.0, (False, False), mask, layout, None, version, False
+    found = cudnn._dot_product_attention_bwd_rule(*rest, given, results.dout.astype(q.dtype))
+    return tuple(x.astype(jnp.float32) for x in found[:3])
+
+
+def _cudnn() -> Any:
+    """Returns JAX's module of cuDNN's attention: its public function takes no results of other keys."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
 
 
 def attend_part_by_kernel(target: Target | None, q, k, v, low, sinks_N, is_causal: bool):

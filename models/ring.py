@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from models.partial_attention import attend_part, part_gradients, piece_of, takes_part
+from models.partial_attention import Results, attend_part, part_gradients, piece_of, takes_part
 from models.sharding import spec, sum_over_rows
 from mxjax.runtime.remat import tag_attention
 
@@ -28,7 +28,7 @@ def ring_attention(
     q: Float[Array, "rows S N H"],
     k: Float[Array, "rows S G H"],
     v: Float[Array, "rows S G H"],
-    first_key: Int32[Array, "rows S"],
+    first_key: Int32[Array, "rows S"] | None,
     sinks_N: Float[Array, " N"] | None,
     parts: int,
 ) -> Float[Array, "rows S N H"]:
@@ -37,7 +37,7 @@ def ring_attention(
     Args:
       q, k, v: queries, keys and values.
       first_key: position in its sequence of the first key that each query sees, from
-        `models.documents.first_keys`; it never decreases.
+        `models.documents.first_keys`; it never decreases. None is 0.
       sinks_N: as in `causal_attention`.
       parts: rows of a sequence.
     """
@@ -108,10 +108,15 @@ class _Ring(NamedTuple):
         """Returns the positions of the first tokens of a device's chunks."""
         return jnp.stack([device, 2 * self.parts - 1 - device]) * length
 
-    def step(self, i: int, first_key: Int32[Array, "2 C"]) -> tuple["_Step", Int32[Array, "2 C"]]:
-        """Returns the i-th step, and the first key of its pair that each query sees."""
-        device, C = (self.device - i) % self.parts, first_key.shape[1]
+    def step(
+        self, i: int, first_key: Int32[Array, "2 C"] | None
+    ) -> tuple["_Step", Int32[Array, "2 C"] | None]:
+        """Returns the i-th step, and the first key of its pair that each query sees; None is 0."""
+        device = (self.device - i) % self.parts
         step = _Step(device < self.device)
+        if first_key is None:
+            return step, None
+        C = first_key.shape[1]
         low = step.of_queries(first_key) - step.of_keys(self.starts(device, C))[:, None]
         return step, jnp.clip(low, 0, C)
 
@@ -164,7 +169,7 @@ class _Step(NamedTuple):
 def _forward(ring: _Ring, q, k, v, first_key, sinks_N):
     """Returns a row's attention, and its logarithms of sums of exp(scores) [1, S, N] in the chunks' order."""
     dtype = q.dtype
-    q, k, v, first_key = map(ring.to_chunks, (q, k, v, first_key))
+    q, k, v, first_key = jax.tree.map(ring.to_chunks, (q, k, v, first_key))
     out, lse = _own(functools.partial(attend_part, sinks_N=sinks_N), ring, q, k, v, first_key)
     for i in range(1, ring.parts):
         k, v = ring.rotate((k, v))
@@ -180,35 +185,36 @@ def _forward(ring: _Ring, q, k, v, first_key, sinks_N):
 def _backward(ring: _Ring, q, k, v, first_key, sinks_N, out, lse, dout):
     """Returns the gradients of q, k, v and the sinks."""
     dtypes = q.dtype, k.dtype, v.dtype
+    q, k, v, first_key, out, dout = jax.tree.map(ring.to_chunks, (q, k, v, first_key, out, dout))
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    q, k, v, first_key, dout, delta = map(ring.to_chunks, (q, k, v, first_key, dout, delta))
-    lse = lse.reshape(delta.shape)
-    dq, *dkv = _own(part_gradients, ring, q, k, v, first_key, lse, dout, delta)
+    of_queries = Results(out, lse.reshape(delta.shape), dout, delta)
+    dq, *dkv = _own(part_gradients, ring, q, k, v, first_key, of_queries)
     for i in range(1, ring.parts):
         (k, v), dkv = ring.rotate((k, v)), ring.rotate(dkv)
         step, low = ring.step(i, first_key)
-        rows = low, *(step.of_queries(x) for x in (lse, dout, delta))
-        dq_pairs, *dkv_pairs = part_gradients(step.of_queries(q), step.of_keys(k), step.of_keys(v), *rows)
+        rows = jax.tree.map(step.of_queries, (q, of_queries))
+        dq_pairs, *dkv_pairs = part_gradients(rows[0], step.of_keys(k), step.of_keys(v), low, rows[1])
         dq += sum(step.to_queries(dq_pairs))
         dkv = [d + sum(step.to_keys(pairs)) for d, pairs in zip(dkv, dkv_pairs, strict=True)]
     gradients = zip((dq, *ring.rotate(dkv)), dtypes, strict=True)
     d_sinks = None
     if sinks_N is not None:
-        d_sinks = -jnp.sum(jnp.exp(sinks_N.astype(jnp.float32) - lse) * delta, axis=(0, 1))
+        d_sinks = -jnp.sum(jnp.exp(sinks_N.astype(jnp.float32) - of_queries.lse) * delta, axis=(0, 1))
         d_sinks = sum_over_rows(d_sinks).astype(sinks_N.dtype)
     return (*(ring.to_row(d.astype(dtype)) for d, dtype in gradients), d_sinks)
 
 
 def _own(run: Callable[..., Any], ring: _Ring, q, k, v, first_key, *rows):
     """Returns `run(..., is_causal=True)` of a device's two chunks as one sequence, again in chunks."""
-    C = first_key.shape[1]
-    before = first_key[..., None] - ring.starts(ring.device, C)
-    low = jnp.sum(jnp.clip(before, 0, C), axis=-1)  # its own keys that a query does not see
+    C, low = q.shape[1], None
+    if first_key is not None:
+        before = first_key[..., None] - ring.starts(ring.device, C)
+        low = jnp.sum(jnp.clip(before, 0, C), axis=-1)  # its own keys that a query does not see
 
     def whole(x):
         return x.reshape(1, 2 * C, *x.shape[2:])
 
-    found = run(*map(whole, (q, k, v, low, *rows)), is_causal=True)
+    found = run(*jax.tree.map(whole, (q, k, v, low, *rows)), is_causal=True)
     return [x.reshape(2, C, *x.shape[2:]) for x in found]
 
 

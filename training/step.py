@@ -130,9 +130,10 @@ def make_train_step(
         reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
         then, unless the loss or a gradient depends on the element.
       scales_of: returns, from the optimizer's state, a fourth argument of the loss. Its gradients, maxima
-        over the parts of a batch, are `amax=` of the optimizer's update; see `training.delayed`.
+        over the parts of a batch, are `amax=` of the optimizer's update; see `training.optimizer.delayed`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
+    loss_and_grads = functools.partial(_loss_and_grads, loss, has_aux, accumulate, shardings)
 
     @functools.partial(
         jax.jit,
@@ -147,11 +148,8 @@ def make_train_step(
         learning_rate: Float32[Array, ""] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        weights = jax.tree.map(lambda w: w.astype(jnp.float32), state.params)  # if they are stored in less
         scales = None if scales_of is None else scales_of(state.opt_state)
-        own = loss if state.frozen is None else lambda params, *rest: loss((params, state.frozen), *rest)
-        loss_and_grads = _make_loss_and_grads(own, has_aux, accumulate, shardings)
-        (value, aux), grads, amax = loss_and_grads(weights, batch, key, scales)
+        (value, aux), grads, amax = loss_and_grads(state, batch, key, scales)
         # Else every pass that reads gradients stacks those of all layers, in kernels of 13,000 instructions.
         grads = jax.lax.optimization_barrier(grads)
         grad_norm = optax.tree.norm(grads)
@@ -244,18 +242,29 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def _make_loss_and_grads(loss: Loss, has_aux: bool, accumulate: int, shardings: TrainState | None):
-    """Returns `loss_and_grads(params, batch, key, scales) -> ((value, aux), grads, amax)`, over parts.
+def _loss_and_grads(
+    loss: Loss,
+    has_aux: bool,
+    accumulate: int,
+    shardings: TrainState | None,
+    state: TrainState,
+    batch: Int32[Array, "batch length"],
+    key: jax.Array,
+    scales: Any,
+):
+    """Returns ((value, aux), gradients, amax) of the state's parameters, in float32.
 
-    The first three are means over the parts of the batch; aux is None unless the loss has one. amax, maxima
-    over the parts, is None without scales.
+    The first three are means over `accumulate` parts of the batch; aux is None unless the loss has one. amax,
+    maxima over the parts, is None without scales.
     """
+    params = jax.tree.map(lambda w: w.astype(jnp.float32), state.params)  # if they are stored in less
+    own = loss if state.frozen is None else lambda params, *rest: loss((params, state.frozen), *rest)
 
-    def of_part(params, batch, key, scales):
-        arguments, wanted = (params, batch, key), 0
+    def of_part(sequences, key):
+        arguments, wanted = (params, sequences, key), 0
         if scales is not None:
             arguments, wanted = (*arguments, scales), (0, 3)
-        found, grads = jax.value_and_grad(loss, wanted, has_aux=has_aux)(*arguments)
+        found, grads = jax.value_and_grad(own, wanted, has_aux=has_aux)(*arguments)
         grads, amax = (grads, None) if scales is None else grads
         value = found if has_aux else (found, None)
         if shardings is not None:
@@ -263,24 +272,20 @@ def _make_loss_and_grads(loss: Loss, has_aux: bool, accumulate: int, shardings: 
         return value, grads, amax
 
     if accumulate == 1:
-        return of_part
+        return of_part(batch, key)
+    parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
+    parts = constrain(parts, None, "batch", None)
 
-    def loss_and_grads(params, batch, key, scales):
-        parts = batch.reshape(accumulate, batch.shape[0] // accumulate, batch.shape[1])
-        parts = constrain(parts, None, "batch", None)
+    def add(total, part):
+        index, sequences = part
+        *found, amax = of_part(sequences, jax.random.fold_in(key, index))
+        means = jax.tree.map(lambda t, f: t + f / accumulate, total[:2], tuple(found))
+        return (*means, jax.tree.map(jnp.maximum, total[2], amax)), None
 
-        def add(total, part):
-            index, sequences = part
-            *found, amax = of_part(params, sequences, jax.random.fold_in(key, index), scales)
-            means = jax.tree.map(lambda t, f: t + f / accumulate, total[:2], tuple(found))
-            return (*means, jax.tree.map(jnp.maximum, total[2], amax)), None
-
-        aux = jax.eval_shape(of_part, params, parts[0], key, scales)[0][1] if has_aux else None
-        aux = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
-        zero = (jnp.zeros(()), aux), *(jax.tree.map(jnp.zeros_like, tree) for tree in (params, scales))
-        return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
-
-    return loss_and_grads
+    aux = jax.eval_shape(of_part, parts[0], key)[0][1] if has_aux else None
+    aux = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
+    zero = (jnp.zeros(()), aux), *(jax.tree.map(jnp.zeros_like, tree) for tree in (params, scales))
+    return jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))[0]
 
 
 def _largest_unless(finite: Bool[Array, ""], trees: tuple[Any, Any]) -> Float32[Array, "2 layers"]:

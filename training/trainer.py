@@ -26,10 +26,10 @@ from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu
 from mxjax.stats.layers import by_layer, empty_slots, make_layer_stats
 from training.config import Config
-from training.delayed import has_scales, is_delayed, scales_of, with_histories, without_histories
 from training.memory import Memory, step_memory
 from training.optimizer.average import average_of
 from training.optimizer.bfloat16 import as_float32
+from training.optimizer.delayed import has_scales, is_delayed, scales_of, with_histories, without_histories
 from training.optimizer.muon import working_bytes
 from training.optimizer.optimizers import keeps_finite, optimizer_of
 from training.optimizer.schedule import learning_rate

@@ -51,28 +51,24 @@ def dot(
 
     Args:
       x: activations, float32, bfloat16 or float16.
-      w: weights [d_in, d_out], in any of these dtypes. Pass float32 master weights, because weights are
-        quantized from the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient: its
-        values are quantized again as the policy says. Make it by `quantize(w, policy.fprop.rhs, axis=0)`;
-        `dot` warns if the Fprop rounds to 4 bits twice. Dgrad does, if in 4 bits: its blocks lie along d_out.
+      w: weights [d_in, d_out], in any of these dtypes; pass float32 master weights, which are quantized from
+        the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient, by
+        `quantize(w, policy.fprop.rhs, axis=0)`: its values are quantized again as the policy says, with a
+        warning if the Fprop rounds to 4 bits twice. Dgrad does, if in 4 bits: its blocks lie along d_out.
       policy: a `Policy` or its name.
       key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
         the layer.
-      implementation: how the MXFP4 products run. All multiply the same values and accumulate in float32.
-        "reference": float32, the definition. "xla": bfloat16, which represents the values exactly.
-        "fp8_carriers": FP8; rows of an operand that it does not hold are multiplied again, unless that is
-        below rounding. "triton", "scaled_dot": packed FP4. "aiter": packed FP4 by AMD's GEMM on MI355X, whose
-        results are rounded to bfloat16. None: the fastest here.
+      implementation: how the MXFP4 products run, by default the fastest here. All multiply the same values
+        and accumulate in float32: "reference" in float32, the definition; "xla" in bfloat16, exactly;
+        "fp8_carriers" in FP8, rows that it does not hold once more, unless that is below rounding; "triton",
+        "scaled_dot" in packed FP4; "aiter" in packed FP4 by AMD's GEMM, rounding results to bfloat16.
       preferred_element_type: dtype of the result, by default `jnp.result_type(x, w)`; for an `MXArray`, x's.
       layout: on a mesh with Auto axes, how w is sharded where it is stored and where GEMMs read it.
-      scales: factors of x, w and dy, for policies with scaling "delayed". Their gradients are the tensors'
-        largest magnitudes, for `mxjax.numerics.delayed.updated`. Pass each call its own: JAX adds the
-        gradients of several.
+      scales: factors of x, w and dy, for policies with scaling "delayed"; see `mxjax.numerics.delayed`. Pass
+        each call its own: JAX adds the gradients of several, which are the tensors' largest magnitudes.
 
-    Gradients have the dtypes of x and w. There is no second derivative and no forward mode.
-
-    Under vmap of x the mapped axis joins the tokens, of x and w it is a batch axis: the bits of the call
-    without vmap. Under vmap of a gradient or key each call has its own Wgrad, tensor scales and random bits.
+    Gradients have the dtypes of x and w. Under vmap of x the mapped axis joins the tokens, of x and w it is a
+    batch axis. Under vmap of a gradient or key each call has its own Wgrad, tensor scales and random bits.
 
     Special values: a block with NaN or infinity makes every result that it enters NaN. On the CPU, quantized
       values below 2**-126, float32's smallest normal number, count as zero, though `dequantize` keeps them.

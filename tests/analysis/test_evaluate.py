@@ -9,7 +9,7 @@ from support.llamas import SMALL, rewrite_params
 import eval as evaluation_program
 from analysis.evaluate import EvalConfig
 from models import decoder
-from training.huggingface import import_checkpoint
+from training.huggingface.importing import import_checkpoint
 
 
 def test_an_imported_checkpoint_is_evaluated_with_the_mask_of_a_run_if_asked(tmp_path):

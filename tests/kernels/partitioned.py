@@ -4,6 +4,7 @@ Callbacks cannot run inside a partitioned function, so Triton's interpreter cann
 tested is how tensors are cut up, and that random bits go by the position in the whole.
 """
 
+import functools
 import re
 
 import jax
@@ -89,6 +90,7 @@ def main() -> None:
         for spec in (P(None, "a", "b"), P(None, ("a", "b")), P("b", "a"), P(None, None, "a"), P()):
             check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
     check_awkward(mesh, quantize)
+    check_arrays_of_no_mesh(mesh, quantize, np.asarray(x), wanted)
     check_long_runs(mesh)
     check_block16(mesh)
     check_matmul(mesh)
@@ -139,6 +141,19 @@ def check_awkward(mesh, quantize) -> None:
             )
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def check_arrays_of_no_mesh(mesh, quantize, x, wanted) -> None:
+    """The program knows the mesh that is set from constraints alone, whose axes it shards by."""
+    for spec in (P(None, "a", "b"), P(None, ("a", "b")), P(None, ("b", "a")), P("b", "a"), P()):
+        constrained = functools.partial(lax.with_sharding_constraint, shardings=spec)
+        with use_target(INTERPRETER), jax.set_mesh(mesh):
+            compiled = jax.jit(lambda x, on_mesh=constrained: quantize(on_mesh(x))).lower(x).compile()
+            got = compiled(x)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert "all-gather" not in compiled.as_text(), spec
+        assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
 
 
 def check_long_runs(mesh) -> None:

@@ -18,7 +18,8 @@ from models.huggingface.architectures import ARCHITECTURES, shape_of, views
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader, read_json
 from models.huggingface.weights import read_params
-from training.huggingface import export_checkpoint, import_checkpoint
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "architectures"
 

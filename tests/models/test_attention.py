@@ -1,5 +1,7 @@
 """Attention in pieces against attention as a whole."""
 
+import functools
+import re
 import types
 
 import jax
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention
+from models import attention, partial_attention
 from models.documents import first_keys
 from mxjax.kernels.attention import fused as kernels
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
@@ -82,6 +84,34 @@ def test_a_program_for_rocm_calls_no_cudnn_wherever_it_is_lowered(monkeypatch):
     assert attention.on_cuda()
     with use_target(Target("hip", "gfx950")):
         assert not attention.on_cuda()
+
+
+@pytest.mark.parametrize(("is_causal", "mask"), [(True, "CAUSAL"), (False, "NO_MASK")])
+def test_cudnn_is_given_the_results_of_all_keys(monkeypatch, is_causal, mask):
+    """The programs for CUDA of a part of the keys: JAX has no public function for the backward one."""
+    monkeypatch.setattr(partial_attention._cudnn(), "check_cudnn_version", lambda: 91000)
+    q, k = (jax.ShapeDtypeStruct((2, 64, n, 64), jnp.bfloat16) for n in (4, 2))
+    row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    results = partial_attention.Results(q, row, q, row)
+
+    def lowered(run, *arguments):
+        run = jax.jit(functools.partial(run, is_causal=is_causal))
+        found = run.trace(*arguments).lower(lowering_platforms=("cuda",))
+        [call] = re.findall(r"custom_call @__cudnn.*", found.as_text())
+        assert rf"\22mask_type\22: \22{mask}\22" in call
+        types = re.search(r": \((.*)\) -> ", call)
+        assert types is not None
+        return call, re.findall(r"tensor<(\S+)>", types[1]), [tuple(x.shape) for x in found.out_info]
+
+    call, types, shapes = lowered(partial_attention.attend_part_by_cudnn, q, k, k)
+    assert "fmhaSoftmax(" in call
+    queries, keys = "2x64x4x64xbf16", "2x64x2x64xbf16"
+    assert types == [queries, keys, keys]
+    assert shapes == [q.shape, row.shape]
+    call, types, shapes = lowered(partial_attention.part_gradients_by_cudnn, q, k, k, results)
+    assert "fmhaSoftmaxBackward(" in call
+    assert types == [queries, keys, keys, "2x4x64xf32", queries, queries]
+    assert shapes == [q.shape, k.shape, k.shape]
 
 
 def plainly(q, k, v, window, sinks):

@@ -14,7 +14,8 @@ import mxjax
 from models import decoder
 from models.configs import ClampedSwiGLU, ExpertsConfig, get_config
 from models.huggingface.quantized import choose_operands, names_of_others, quantized_weights
-from training.huggingface import export_checkpoint, import_checkpoint
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "architectures" / "gpt_oss"
 OSS = get_config("gpt-oss-20b")

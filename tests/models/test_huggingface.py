@@ -13,7 +13,8 @@ from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_o
 from models import decoder
 from models.configs import DecoderConfig, RopeScaling
 from models.huggingface.files import Reader, Spec, Writer
-from training.huggingface import export_checkpoint, import_checkpoint
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
 from training.run.record import model_of, read_run_config
 
 

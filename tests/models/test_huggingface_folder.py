@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from support.llamas import GOLDEN, golden_raw, params_of, tensors
 
 from models.huggingface.files import INDEX, SINGLE, Writer
-from training import huggingface as program
-from training.huggingface import import_checkpoint
+from training.huggingface import __main__ as program
+from training.huggingface.importing import import_checkpoint
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_terminated_import_leaves_nothing(checkpoint, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("training.huggingface.save_params", terminated)
+    monkeypatch.setattr("training.huggingface.importing.save_params", terminated)
     monkeypatch.setattr(sys, "argv", ["-m", "import", str(checkpoint), str(tmp_path / "run")])
     try:
         with pytest.raises(SystemExit) as ended:

@@ -21,7 +21,7 @@ import eval as evaluation_program
 import train as training_program
 from models import decoder
 from models.config_file import from_dict
-from training.huggingface import export_checkpoint
+from training.huggingface.exporting import export_checkpoint
 from training.log.metrics import read_records
 from training.process.start import prepare_process
 from training.run.checkpoints import Checkpoints, save_params

@@ -14,10 +14,10 @@ from analysis.compare.compare import CompareConfig
 from analysis.diagnose.diagnose import DiagnoseConfig
 from analysis.evaluate import EvalConfig
 from analysis.sample import SampleConfig
-from training import huggingface
 from training.command_line import FlagError, check_lists, flags_of, in_one_line, parse
 from training.config import Config, DataConfig, by_flag
 from training.flags.names import SYNONYMS
+from training.huggingface import __main__ as huggingface
 from training.run.checksums import check_saveable
 from training.run.record import read_run_config, write_run_config
 from training.run.setup import check_apart

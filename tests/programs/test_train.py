@@ -80,6 +80,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tm
     assert not any("eval_loss" in r for r in lines(out))
 
 
+def test_a_decay_beyond_all_parameters_is_named_as_the_cause(text, tmp_path):
+    with pytest.raises(NonFiniteError, match="lower --weight-decay"):
+        run(text, tmp_path / "run", "--policy", "bf16", "--weight-decay", "3e38")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -1,5 +1,6 @@
 """Programs of test_context.py and test_expert_parallel.py on 8 virtual devices, in a process of their own."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -21,6 +22,7 @@ from training.sharding import compiler_options, make_mesh, param_shardings, para
 
 # Two blocks with another window each, sinks, and two query heads a key/value head.
 MODEL = DecoderConfig(256, 256, 2, 8, 4, 32, 256, rope_theta=10_000.0, windows=(0, 40), sinks=True)
+PLAIN = dataclasses.replace(MODEL, windows=(), sinks=False)
 EXPERTS = DecoderConfig(
     *(256, 128, 2, 4, 4, 32, 64),
     rope_theta=10_000.0,
@@ -38,10 +40,13 @@ def relative(found, expected) -> float:
 
 
 def losses(*cases: str) -> None:
-    """For each POLICY:MESH:SEQUENCES:LENGTH prints how far loss and gradients are from one device's."""
+    """For each POLICY:MESH:SEQUENCES:LENGTH prints how far loss and gradients are from one device's.
+
+    With :plain attention has no mask besides the causal one, and no sinks.
+    """
     for case in cases:
-        policy, text, sequences, length = case.split(":")
-        model = EXPERTS if "expert" in text else MODEL
+        policy, text, sequences, length, *plain = case.split(":")
+        model = EXPERTS if "expert" in text else PLAIN if plain else MODEL
         params = decoder.init(model, jax.random.key(0))
         policies = decoder.layer_policies(
             model, mxjax.get_policy(policy), [("blocks.*.attention.[sv]*", mxjax.get_policy("fp32"))]
@@ -50,8 +55,9 @@ def losses(*cases: str) -> None:
         batch[:, 3 * int(length) // 5] = 0  # ends a document
 
         def loss(params, batch, model=model, policies=policies):
+            documents = None if model == PLAIN else Documents(0, True)
             options = {"policies": policies, "key": jax.random.key(1), "dtype": jnp.float32}
-            return decoder.mean_loss(model, params, batch, documents=Documents(0, True), **options)
+            return decoder.mean_loss(model, params, batch, documents=documents, **options)
 
         found = []
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):

@@ -22,7 +22,7 @@ from mxjax.numerics.delayed import Scales
 from mxjax.runtime.devices import Target, use_target
 from support.llamas import SMALL, layer_policies
 from support.programs import lower_dot, targets_of
-from training.delayed import is_delayed
+from training.optimizer.delayed import is_delayed
 
 IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None)
 

@@ -27,8 +27,8 @@ from models.configs import DecoderConfig
 from models.documents import Documents
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
-from training.delayed import is_delayed, scales_of, with_histories, without_histories
 from training.memory import step_memory
+from training.optimizer.delayed import is_delayed, scales_of, with_histories, without_histories
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 from training.process.environment import enable_compilation_cache

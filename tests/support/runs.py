@@ -34,6 +34,11 @@ def lines(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def at_step(state, step):
+    """Returns a training state as if after this step."""
+    return state._replace(step=jax.numpy.int32(step))
+
+
 def weights(out):
     """Every array of the last checkpoint, as orbax wrote it."""
     with Checkpoints(out / "checkpoints") as checkpoints:

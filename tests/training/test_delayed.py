@@ -15,7 +15,7 @@ from models import decoder
 from models.gemms import LINEAR_LAYERS, linear_layers
 from mxjax.numerics.delayed import Scales
 from mxjax.stats.layers import Amax
-from training.delayed import check_delayed, scales_of, with_histories, without_histories
+from training.optimizer.delayed import check_delayed, scales_of, with_histories, without_histories
 from training.step import init_state, make_train_step
 
 LAYERS = layer_policies(SMALL, "fp8_delayed")

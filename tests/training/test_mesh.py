@@ -24,7 +24,7 @@ from models.huggingface.files import Reader
 from training import sharding as parameter_sharding
 from training.command_line import parse
 from training.config import Config
-from training.huggingface import export_checkpoint
+from training.huggingface.exporting import export_checkpoint
 from training.memory import ONE_DEVICE
 from training.phases import Phase
 from training.process.together import join_processes, wait_for_coordinator

@@ -16,7 +16,7 @@ from training.data.indexed_dataset import IndexedDataset
 from training.data.load import load_held_out
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
 from training.flags.policy_source import load_policy
-from training.model_card import end_token
+from training.huggingface.model_card import end_token
 from training.tokenize.documents import Documents
 
 TEXT = "line of a text\n" * 9

@@ -24,6 +24,7 @@ from models import lora
 from training.process.environment import FULL, LIMIT, free_space, in_one_line
 from training.process.together import ProcessError, together
 from training.run import checksums
+from training.run.average import restore_average
 from training.run.checksums import (
     Shapes,
     check_opens,
@@ -212,34 +213,13 @@ class Checkpoints:
         with self._reading(step):
             if weights == "ema":
                 self._check_model(step, like)
-                return self._restore_average(step, like)
+                return restore_average(self._folder, step, _abstract(like))
             packed_layers = lora.packed_layers(saved_tree(self._folder / str(step) / "params"))
             as_saved = lora.packed_like(like, packed_layers)
             self._check_model(step, as_saved)
             args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(as_saved)))
             found = self._manager.restore(step, args=args)["params"]
             return found if packed or not packed_layers else lora.unpacked(found)
-
-    def _restore_average(self, step: int, like: Any) -> Any:
-        """Returns the average of the parameters in an optimizer's state, and reads nothing else of it."""
-        folder = self._folder / str(step)
-        wanted = {_keys(path): leaf for path, leaf in jax.tree.leaves_with_path(_abstract(like))}
-
-        def of_average(path, _):
-            place = _place_in_average(path)
-            return ocp.PLACEHOLDER if place is None else wanted[place]
-
-        saved = saved_tree(folder / "rest") if (folder / "rest").exists() else {}
-        template = jax.tree.map_with_path(of_average, saved)
-        if all(leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(template)):
-            raise ValueError(f"--weights ema: {folder} holds no average; --ema keeps one from a run's start")
-        restore_args = ocp.checkpoint_utils.construct_restore_args(template)
-        args = ocp.args.PyTreeRestore(item=template, restore_args=restore_args)
-        # A manager of its own, since one reads an item in one way only.
-        with ocp.CheckpointManager(self._folder) as manager:
-            found = manager.restore(step, args=ocp.args.Composite(rest=args))["rest"]
-        leaves = {_place_in_average(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
-        return jax.tree.map_with_path(lambda path, _: leaves[_keys(path)], like)
 
     def _check_files(self, step: int) -> None:
         """Raises ValueError if a checkpoint's files are damaged; the message lists the other steps."""
@@ -343,16 +323,6 @@ class Checkpoints:
             raise CheckpointError(message) from cause
         remedy = "Check that the folder is in its place and can be written, and continue with --resume"
         raise CheckpointError(f"{failed}; {last}. {remedy}. {said}") from cause
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    return tuple(str(getattr(part, "key", part)) for part in path)
-
-
-def _place_in_average(path: Any) -> tuple[str, ...] | None:
-    """Returns the keys of a parameter's average below `AverageState.average`; None for other arrays."""
-    keys = _keys(path)
-    return keys[keys.index("average") + 1 :] if "average" in keys else None
 
 
 def save_params(folder: pathlib.Path, params: Any) -> None:

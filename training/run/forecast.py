@@ -23,8 +23,8 @@ from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat
 from training.config import Config
 from training.data.load import documents_of, load_data
-from training.delayed import with_histories
 from training.memory import Memory, gib, memory_there_is
+from training.optimizer.delayed import with_histories
 from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
 from training.run.frozen import check_lora, frozen_shapes

@@ -287,7 +287,10 @@ class Run:
         with Checkpoints(folder / "checkpoints") as checkpoints:
             finite = self.plan.unfilled(state)._replace(finite=jax.numpy.array(True))
             checkpoints.save(finite, {"next_index": int(state.step)})
-        advice = "begin a new run with a lower --lr, a larger --eps or another --policy, "
+        optimizer = self.plan.config.optimizer
+        # Above 1 / lr, a step's decay alone turns the sign of every parameter.
+        lower = "--weight-decay" if optimizer.weight_decay * min(optimizer.lr, 1) > 1 else "--lr"
+        advice = f"begin a new run with a lower {lower}, a larger --eps or another --policy, "
         advice += "from an earlier state with --init"
         saved = "The state that was evaluated is"
         if error.largest is not None:

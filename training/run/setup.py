@@ -31,13 +31,13 @@ from training.config import Config, DataConfig, OptimizerConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
-from training.delayed import check_delayed
 from training.files import HUGGINGFACE, temporary_path
 from training.log import mlperf as mlperf_log
 from training.log import sinks as tensorboard
 from training.log import sinks as wandb_run
 from training.memory import gib, memory_there_is
 from training.optimizer.config import bytes_a_parameter
+from training.optimizer.delayed import check_delayed
 from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan

@@ -12,6 +12,7 @@ import pytest
 
 from models.documents import first_keys
 from models.partial_attention import (
+    Results,
     attend_part,
     attend_part_by_kernel,
     part_gradients,
@@ -118,7 +119,7 @@ def test_a_part_of_the_keys_equals_xla(is_causal):
     _, lse = wanted = attend_part(*wide, low, is_causal=is_causal)
     found = attend_part_by_kernel(None, q, k, v, low, None, is_causal)
     statistics = jnp.where(jnp.isinf(lse), 1.0, lse + 0.5), dout, jnp.ones_like(lse)
-    wanted += part_gradients(*wide, low, *statistics, is_causal=is_causal)
+    wanted += part_gradients(*wide, low, Results(q, *statistics), is_causal=is_causal)
     found += part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
     for got, exact in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(np.isinf(got), np.isinf(exact))

@@ -11,7 +11,7 @@ from support.runs import lines, resume, run, untimed, weights
 from analysis.evaluate import EvalConfig
 from analysis.restore import RunArguments, restore
 from eval import evaluate
-from training.huggingface import export_checkpoint
+from training.huggingface.exporting import export_checkpoint
 
 BEST = "--policy bf16 --ema 0.6 --steps 4 --checkpoint-every 2 --eval-every 2"
 BFLOAT16 = "--optimizer muon --moments bfloat16 --master bfloat16"

@@ -1,32 +1,16 @@
 """Checkpoints: what is saved comes back bit for bit, old ones go, and what is missing is said."""
 
-import errno
-import os
 import shutil
-import threading
-import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from support.runs import at_step
 
 from training import files as integrity
 from training.run import checksums
-from training.run.checkpoints import CheckpointError, Checkpoints, save_params
+from training.run.checkpoints import Checkpoints, save_params
 from training.run.checksums import saved_steps, set_aside_damaged
-from training.step import init_state
-
-
-@pytest.fixture
-def state():
-    params = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "norm": {"scale": jnp.ones(4)}}
-    return init_state(params, optax.adamw(1e-3))
-
-
-def at_step(state, step):
-    return state._replace(step=jnp.int32(step))
 
 
 def test_the_state_and_the_position_come_back(tmp_path, state):
@@ -262,39 +246,6 @@ def test_parameters_saved_alone_are_whole(tmp_path, state):
     jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
 
 
-def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, monkeypatch):
-    """The disk is full when the last of its files is written; test_faults.py has files that cannot grow."""
-
-    def full(folder, step):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(at_step(state, 1), {})
-        checkpoints.wait()
-        with monkeypatch.context() as patch:
-            patch.setattr(checksums, "write", full)
-            checkpoints.save(at_step(state, 2), {})
-            while checkpoints._manager.is_saving_in_progress():
-                time.sleep(0.01)
-            with pytest.raises(CheckpointError, match=r"step 2 could .* good one is of step 1.* No space"):
-                checkpoints.check()
-    assert saved_steps(tmp_path) == [1]
-    assert set_aside_damaged(tmp_path) == []
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(at_step(state, 2), {})
-    assert [path.name for path in tmp_path.iterdir()] == ["2"]
-
-
-def test_a_save_that_will_not_fit_is_not_begun(tmp_path, state, monkeypatch):
-    with Checkpoints(tmp_path) as checkpoints:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
-        with pytest.raises(
-            CheckpointError, match=r"5 bytes are free; it takes up to 2.. bytes; there is no earlier one"
-        ):
-            checkpoints.save(at_step(state, 1), {})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_with_the_name_of_another_step_is_set_aside(tmp_path, state):
     save(tmp_path, state, 1, 2)
     (tmp_path / "2").rename(tmp_path / "20")
@@ -326,86 +277,3 @@ def test_a_path_that_is_a_pattern_is_refused(tmp_path, state, name):
         with pytest.raises(ValueError, match=r"cannot be saved in .*: name a path without [][*?\\]"):
             save_there(tmp_path / name / "checkpoints")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("damage", ["missing", "incomplete"])
-def test_a_checkpoint_that_was_written_but_cannot_be_opened_is_an_error(tmp_path, state, monkeypatch, damage):
-    original = Checkpoints._partial
-
-    def partial(self):
-        folder = original(self)
-        if damage == "missing":  # what orbax leaves below a path that is a pattern
-            (folder / "rest" / "manifest.ocdbt").unlink()
-        else:
-            self._saving.shapes["params"]["more"] = (3,)
-        return folder
-
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 1), {})
-        checkpoints.wait()
-        monkeypatch.setattr(Checkpoints, "_partial", partial)
-        checkpoints.save(at_step(state, 2), {})
-        with pytest.raises(CheckpointError, match=r"good one is of step 1.*cannot be read: it lacks"):
-            checkpoints.wait()
-    assert saved_steps(tmp_path) == [1]
-
-
-def ended(threads):
-    """Whether the threads, of which some may not have started yet, end within five seconds."""
-    until = time.monotonic() + 5
-    while not (over := threads.isdisjoint(threading.enumerate())) and time.monotonic() < until:
-        time.sleep(0.01)
-    return over
-
-
-def test_a_save_that_fails_at_once_leaves_no_thread_waiting(tmp_path, state):
-    """A file is where the folder was; orbax's threads would wait ten minutes for folders to be made."""
-    before = set(threading.enumerate())
-    with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
-        ended(set(threading.enumerate()) - before)  # orbax looks for remains of other saves
-        (tmp_path / "run").rmdir()
-        (tmp_path / "run").write_text("a file")
-        with pytest.raises(CheckpointError, match=r"step 1 could not .* Not a directory"):
-            checkpoints.save(at_step(state, 1), {})
-    assert ended({thread for thread in set(threading.enumerate()) - before if not thread.daemon})
-
-
-class LostError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path, state, monkeypatch, late):
-    """The folder is replaced before a save, or while it is written."""
-    mine, moved = tmp_path / "mine", tmp_path / "moved"
-
-    def check():
-        if (mine / "other").exists():
-            raise LostError
-
-    def replace():
-        mine.rename(moved)
-        (mine / "other").mkdir(parents=True)
-        (mine / "2.orbax-checkpoint-tmp").mkdir()  # another run saves there
-
-    def write_checksums(self):
-        if self._saving.step == 2:
-            replace()
-        original(self)
-
-    original = Checkpoints._write_checksums
-    if late:
-        monkeypatch.setattr(Checkpoints, "_write_checksums", write_checksums)
-    with Checkpoints(mine, keep=1, check_place=check) as checkpoints:
-
-        def save_at(step):
-            checkpoints.save(at_step(state, step), {})
-            checkpoints.wait()
-
-        save_at(1)
-        if not late:
-            replace()
-        with pytest.raises(LostError):
-            save_at(2)
-    assert sorted(path.name for path in mine.iterdir()) == ["2.orbax-checkpoint-tmp", "other"]
-    assert saved_steps(moved) == [1]

@@ -1,162 +1,55 @@
-"""Imports and exports checkpoints: `python -m training.huggingface import DIR RUN`, `export RUN DIR`.
+"""The export of a run for transformers, and for the servers that read its format."""
 
-`import` turns a folder with config.json and safetensors into a run at step 0, for eval.py and train.py
-(`--init RUN` in a new folder, or `--out RUN --resume` in place). The tokenizer and other small files are kept
-in RUN/huggingface, and `export` restores them. Tensors are converted one by one: memory holds the parameters
-in float32 and one more tensor.
-"""
-
-if __name__ == "__main__":
-    try:
-        from training.process.start import prepare_process
-    except ImportError as error:  # of an extra that is not installed
-        raise SystemExit(f"python -m training.huggingface: error: {error}") from None
-
-    prepare_process()  # before the other imports, which take seconds
-
-import functools
 import importlib
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 
 from models import decoder
-from models.configs import DecoderConfig, name_of, to_dict
+from models.configs import DecoderConfig
 from models.huggingface.architectures import views
-from models.huggingface.config import read_config, write_config
-from models.huggingface.files import (
-    Reader,
-    Spec,
-    Writer,
-    check_files,
-    new_folder,
-    read_json,
-    small_files,
-    write_json,
-)
+from models.huggingface.config import write_config
+from models.huggingface.files import Spec, Writer, new_folder, read_json, small_files, write_json
 from models.huggingface.gguf_file import write_gguf
-from models.huggingface.packed import Layout, PackedFormat, PackedReader, layout_for, layout_of
+from models.huggingface.packed import Layout, PackedFormat, layout_for
 from models.huggingface.peft import write_adapters
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
-from models.huggingface.weights import as_written, check_finite, dtype_field, progress, read_params, specs_of
+from models.huggingface.weights import as_written, check_finite, dtype_field, progress, specs_of
 from models.lora import merged
 from models.received import read_text
 from mxjax import Operand
 from mxjax.numerics.scales import ScaleRule
-from mxjax.policy.layers import LayerPolicies
-from training.calibration import largest_inputs
-from training.command_line import check_lists, flags
-from training.config import Config, DataConfig, PrecisionConfig
-from training.delayed import without_histories
 from training.files import HUGGINGFACE, absolute_path
 from training.flags.ranges import Range, check_ranges
-from training.log.metrics import best_step
-from training.model_card import (
+from training.huggingface import PROGRAM
+from training.huggingface.calibration import largest_inputs
+from training.huggingface.importing import TENSOR_DTYPES, CheckpointFolder, RunFolder
+from training.huggingface.model_card import (
     EndToken,
     adapters_in_words,
     end_token,
     export_in_words,
-    import_in_words,
     model_card,
 )
+from training.log.metrics import best_step
+from training.optimizer.delayed import without_histories
 from training.phases import from_record, phase_at
-from training.process.environment import input_errors, start_jax
 from training.process.extras import check_extra
-from training.process.start import output_errors, unwinding_signals
-from training.run.checkpoints import Checkpoints, Weights, save_params
+from training.run.checkpoints import Checkpoints, Weights
 from training.run.checksums import saved_steps
 from training.run.frozen import restore_weights
-from training.run.record import (
-    from_json,
-    model_of,
-    read_run_config,
-    to_json,
-    write_run_config,
-)
+from training.run.record import from_json, model_of, read_run_config
 from training.run.tokens import find_tokenizer
 
-PROGRAM = "python -m training.huggingface"
-
-
-def main() -> None:
-    """Runs the command line."""
-    jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
-    commands = {"import": import_checkpoint, "export": export_checkpoint}
-    if (command := commands.get("".join(sys.argv[1:2]))) is not None:
-        check_lists(command, sys.argv, PROGRAM)
-    later = {name: _later(command) for name, command in commands.items()}
-    parse = tyro.extras.subcommand_cli_from_dict
-    run = flags(lambda words: parse(later, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
-    with unwinding_signals(), input_errors():
-        start_jax()
-        said = run()
-    with output_errors():
-        print(said)
-
-
-def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
-    """Returns a function with the command's signature that returns a call of it."""
-
-    @functools.wraps(command)
-    def bind(*args: P.args, **kwargs: P.kwargs) -> Callable[[], T]:
-        return functools.partial(command, *args, **kwargs)
-
-    return bind
-
-
-_TENSOR_DTYPES = "dtypes.json"  # in RUN/huggingface: the original dtype of each tensor
+Quantization = PackedFormat | Literal["gguf"]
+"""How --quantize stores linear layers."""
 # In 10**9 bytes; the largest size of a file on Linux is 9.2e9 of them.
 _SHARD_GB = Range("from 1e-9, a byte, to 1e9", lambda x: 1e-9 <= x <= 1e9)
-_EVAL_SEQ_LEN = 2048  # unless the model's context is shorter
-
-CheckpointFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-RunFolder = Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-
-
-def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool = False) -> str:
-    """Imports a Hugging Face checkpoint as a run; returns a summary and the next command, in two lines.
-
-    Args:
-      source: the checkpoint's folder: config.json, and safetensors in float32, bfloat16 or float16, or with
-        linear layers in MXFP4 or NVFP4 as compressed-tensors packs them, or in MXFP4 as Quark does.
-      run: the folder to create.
-      packed: keep linear layers in MXFP4 as they are, of 4.25 bits a weight, for train.py --lora. Only layers
-        that all blocks have in MXFP4 are; experts and all else are in float32.
-    Raises:
-      ValueError: `run` is in use, or the checkpoint is of another architecture, incomplete or damaged, or has
-        nothing that can stay packed.
-    """
-    source, run = absolute_path(source), absolute_path(run)
-    check_files(source)
-    raw = read_json(source / "config.json")
-    layout = layout_of(raw)
-    if layout is not None:
-        raw.pop("quantization_config")
-    config = read_config(raw)
-    with new_folder(run) as folder:
-        with Reader(source) if layout is None else PackedReader(source, layout) as reader:
-            params, dtypes = read_params(reader, config, keeps_packed=packed)
-        save_params(folder / "checkpoints", params)
-        kept = folder / HUGGINGFACE
-        kept.mkdir()
-        for file in small_files(source):
-            shutil.copyfile(file, kept / file.name)
-        if layout is not None:
-            write_json(kept / "config.json", raw)
-        write_json(kept / _TENSOR_DTYPES, dtypes)
-        values = {
-            "config": to_json(_evaluation_config(config, raw)),
-            "model": to_dict(config),
-            "imported": str(source),
-        }
-        write_run_config(folder, values)
-    return import_in_words(run, config)
 
 
 def export_checkpoint(
@@ -166,7 +59,7 @@ def export_checkpoint(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     step: int | Literal["best"] | None = None,
     weights: Weights | None = None,
-    quantize: PackedFormat | Literal["gguf"] | None = None,
+    quantize: Quantization | None = None,
     scale_rule: ScaleRule | None = None,
     activations: bool = False,
     calibrate: str | None = None,
@@ -202,9 +95,7 @@ def export_checkpoint(
     run, target = absolute_path(run), absolute_path(target)
     calibrate = calibrate and str(absolute_path(calibrate))
     template = chat_template and _template(absolute_path(chat_template))
-    if quantize == "gguf" and shard_gb is not None:
-        raise ValueError(f"--shard-gb {shard_gb:g}: --quantize gguf writes one file; leave it out")
-    _check_format_flags(quantize, dtype, scale_rule, activations, calibrate)
+    _check_format_flags(quantize, dtype, scale_rule, activations, calibrate, shard_gb)
     saved = read_run_config(run)
     config = model_of(saved)
     if adapters and (saved["config"].get("lora") is None or quantize or dtype or template):
@@ -220,21 +111,11 @@ def export_checkpoint(
         if adapters:
             write_adapters(folder, config, restored)
             return adapters_in_words(target, at)
-        raw = _export_config(run / HUGGINGFACE / "config.json", saved, config)
-        packing = _Packing(None, {}, "not quantized", None)
-        if quantize is not None:
-            dtype = "bfloat16"
-            phases = from_record(saved)
-            layers = without_histories(phase_at(phases, at).layers) if phases else None
-            packing = _pack(config, layers, quantize, scale_rule)
-            if calibrate is not None:
-                inputs = largest_inputs(run, saved, config, params, layers, calibrate)
-                packing = packing._replace(inputs=inputs)
-        specs = specs_of(views(config, params), dtype, run / HUGGINGFACE / _TENSOR_DTYPES)
-        raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
-        if packing.layout is not None:
-            others = names_of_others(config, packing.operands)
-            raw |= {"quantization_config": packing.layout.configuration(others, activations=activations)}
+        packing = _choose_packing(run, saved, config, params, at, quantize, scale_rule, calibrate)
+        specs = specs_of(
+            views(config, params), "bfloat16" if quantize else dtype, run / HUGGINGFACE / TENSOR_DTYPES
+        )
+        raw = _export_config(run, saved, config, specs, packing, activations)
         _write_small_files(folder, run, saved, raw, config)
         if template is not None:
             (folder / "chat_template.jinja").write_bytes(template)
@@ -263,18 +144,28 @@ class _Packing(NamedTuple):
     inputs: Mapping[str, float] | None
 
 
-def _pack(
+def _choose_packing(
+    run: pathlib.Path,
+    saved: dict[str, Any],
     config: DecoderConfig,
-    layers: LayerPolicies | None,
-    quantize: PackedFormat | Literal["gguf"],
+    params: decoder.Params,
+    step: int,
+    quantize: Quantization | None,
     scale_rule: ScaleRule | None,
+    calibrate: str | None,
 ) -> _Packing:
-    """Returns how `--quantize` stores a model, without inputs; see `choose_operands`."""
+    """Returns how `--quantize` stores a model, by the policies of a step; see `choose_operands`."""
+    if quantize is None:
+        return _Packing(None, {}, "not quantized", None)
+    phases = from_record(saved)
+    layers = without_histories(phase_at(phases, step).layers) if phases else None
     layout = layout_for(config, quantize)
     number = "mxfp4" if layout is None else layout.number
     if number == "nvfp4" and config.experts is not None:
         print(f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr)
-    return _Packing(layout, *choose_operands(config, layers, scale_rule, number), None)
+    operands, line = choose_operands(config, layers, scale_rule, number)
+    inputs = None if calibrate is None else largest_inputs(run, saved, config, params, layers, calibrate)
+    return _Packing(layout, operands, line, inputs)
 
 
 def _check_format_flags(
@@ -283,6 +174,7 @@ def _check_format_flags(
     scale_rule: ScaleRule | None,
     activations: bool,
     calibrate: str | None,
+    shard_gb: float | None,
 ) -> None:
     """Raises ValueError for flags of an export that have no effect or cannot be."""
     if quantize is None and (scale_rule is not None or activations):
@@ -298,6 +190,8 @@ def _check_format_flags(
         )
     if quantize == "gguf" and activations:
         raise ValueError("--activations is not for --quantize gguf: llama.cpp rounds activations to 8 bits")
+    if quantize == "gguf" and shard_gb is not None:
+        raise ValueError(f"--shard-gb {shard_gb:g}: --quantize gguf writes one file; leave it out")
     if quantize == "gguf":
         check_extra("serving", "--quantize gguf", "gguf")
 
@@ -351,7 +245,7 @@ def _write_small_files(
     data = saved["config"]["data"]["data"]
     if (run / HUGGINGFACE).exists():
         for file in small_files(run / HUGGINGFACE):
-            if file.name != _TENSOR_DTYPES:
+            if file.name != TENSOR_DTYPES:
                 shutil.copyfile(file, folder / file.name)
     end = end_token(data, config.vocab_size)
     if end is not None and raw.get("eos_token_id") is None:
@@ -363,20 +257,23 @@ def _write_small_files(
     write_json(folder / "config.json", raw)
 
 
-def _evaluation_config(model: DecoderConfig, raw: Mapping[str, Any]) -> Config:
-    """Returns the configuration in which eval.py runs an imported model by default."""
-    seq_len = min(raw.get("max_position_embeddings") or _EVAL_SEQ_LEN, _EVAL_SEQ_LEN)
-    data = DataConfig(vocab_size=model.vocab_size, batch_size=1, seq_len=seq_len)
-    return Config(precision=PrecisionConfig("bf16"), data=data, model=name_of(model))
-
-
-def _export_config(kept: pathlib.Path, saved: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Returns the imported config.json, or a new one."""
-    if kept.exists():
-        raw = read_json(kept)
-        raw.pop("quantization_config", None)  # the parameters are not packed
-        return raw
-    return write_config(config, saved["config"]["data"]["seq_len"])
+def _export_config(
+    run: pathlib.Path,
+    saved: Mapping[str, Any],
+    config: DecoderConfig,
+    specs: Mapping[str, Spec],
+    packing: _Packing,
+    activations: bool,
+) -> dict[str, Any]:
+    """Returns the imported config.json, or a new one, with the dtype and the format of the weights."""
+    kept = run / HUGGINGFACE / "config.json"
+    raw = read_json(kept) if kept.exists() else write_config(config, saved["config"]["data"]["seq_len"])
+    raw.pop("quantization_config", None)  # the parameters are not packed
+    raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
+    if packing.layout is not None:
+        others = names_of_others(config, packing.operands)
+        raw |= {"quantization_config": packing.layout.configuration(others, activations=activations)}
+    return raw
 
 
 def _add_tokenizer(
@@ -397,7 +294,3 @@ def _add_tokenizer(
     elif saved.get("tokenizer") is not None:
         where = " or ".join(map(str, paths))
         print(f"{PROGRAM}: warning: no tokenizer is exported: it must lie at {where}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

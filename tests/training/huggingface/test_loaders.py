@@ -14,7 +14,8 @@ from analysis.sample import SampleConfig
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig, RopeScaling
 from training.data.tokenizer import END_OF_DOCUMENT
-from training.huggingface import export_checkpoint, import_checkpoint
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
 
 CONFIG = DecoderConfig(300, 64, 2, 4, 2, 32, 96, rope_theta=10_000.0, init_std=0.2)
 POLICIES = layer_policies(CONFIG, "weight_only")
@@ -23,7 +24,7 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 PROMPT, LENGTH = "line 7: the square", 12
-TASK = pathlib.Path(__file__).parents[1] / "support" / "lm_eval_task"
+TASK = pathlib.Path(__file__).parents[2] / "support" / "lm_eval_task"
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,15 @@ def end_token(data: Sequence[str], vocab_size: int) -> EndToken | None:
     return None
 
 
-def import_in_words(run: pathlib.Path, model: DecoderConfig) -> str:
-    """Returns two lines for the terminal: the imported model and its run, and the command that trains it."""
+def import_in_words(run: pathlib.Path, model: DecoderConfig, *, packed: bool) -> str:
+    """Returns two lines for the terminal: the imported model and its run, and the command that trains it.
+
+    Packed weights are trained by adapters.
+    """
     tokenizer = own_tokenizer(run)
     first = "" if tokenizer is None else f"take text and {how_to_tokenize(tokenizer)}; then "
-    train = f"python train.py --init {shlex.quote(str(run))} --data PREFIX --lr 2e-5 --out OUT"
+    how = "--lora 16 --lr 1e-4" if packed else "--lr 2e-5"
+    train = f"python train.py --init {shlex.quote(str(run))} --data PREFIX {how} --out OUT"
     return f"imported {_in_words(model)} as {run}\n{first}train it: {train}"
 
 

@@ -20,17 +20,18 @@ import eval as evaluation_program
 import train as training_program
 from models import decoder
 from models.configs import get_config, to_dict
-from training import huggingface as huggingface_program
-from training import huggingface as huggingface_runs
 from training.command_line import parse
 from training.data.indexed_dataset import IndexedDataset
-from training.huggingface import export_checkpoint, import_checkpoint
-from training.model_card import model_card
+from training.huggingface import __main__ as huggingface_program
+from training.huggingface import importing
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
+from training.huggingface.model_card import model_card
 from training.run.record import to_json
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]
 
 
@@ -231,7 +232,7 @@ def test_an_interrupted_import_leaves_nothing(checkpoint, tmp_path, monkeypatch,
         time.sleep(10)
 
     handler = signal.getsignal(number)
-    monkeypatch.setattr(huggingface_runs, "save_params", interrupted)
+    monkeypatch.setattr(importing, "save_params", interrupted)
     monkeypatch.setattr(sys, "argv", ["__main__.py", "import", str(checkpoint), str(tmp_path / "run")])
     with pytest.raises(SystemExit) as ended:
         huggingface_program.main()

@@ -1,6 +1,7 @@
 """Runs with --lora on packed weights: what trains, what is kept, resumed, evaluated and exported."""
 
 import json
+import shlex
 import shutil
 
 import jax
@@ -16,7 +17,8 @@ from analysis.evaluate import EvalConfig
 from models import decoder, lora
 from models.gemms import LINEAR_LAYERS
 from training.command_line import parse
-from training.huggingface import export_checkpoint, import_checkpoint
+from training.huggingface.exporting import export_checkpoint
+from training.huggingface.importing import import_checkpoint
 from training.memory import device_bytes
 from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_tree
@@ -33,7 +35,7 @@ def base(tmp_path_factory):
     rewrite_params(folder / "seed", SMALL, jax.tree.map(np.asarray, decoder.init(SMALL, jax.random.key(1))))
     import_checkpoint(folder / "seed", folder / "seed-run")
     export_checkpoint(folder / "seed-run", folder / "mxfp4", quantize="mxfp4")
-    import_checkpoint(folder / "mxfp4", folder / "packed", packed=True)
+    (folder / "said").write_text(import_checkpoint(folder / "mxfp4", folder / "packed", packed=True))
     return folder
 
 
@@ -83,6 +85,12 @@ def test_only_adapters_train_and_are_saved(base, tuned):
             frozen.append(checkpoints.restore_params(decoder.abstract_params(SMALL), packed=True))
     assert frozen[0]["blocks"]["mlp"]["down"]["codes"].dtype == jnp.uint8
     jax.tree.map(np.testing.assert_array_equal, *frozen)
+
+
+def test_the_next_command_of_a_packed_import_trains_adapters(base):
+    """With the rank and the rate of the documentation."""
+    config = parse(shlex.split((base / "said").read_text().partition("python train.py ")[2]))
+    assert (config.init, config.lora, config.optimizer.lr) == (base / "packed", 16, 1e-4)
 
 
 @pytest.mark.slow
