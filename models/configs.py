@@ -268,7 +268,7 @@ CONFIGS: Mapping[str, DecoderConfig] = types.MappingProxyType(
             experts=ExpertsConfig(32, 4, biased=True, clamped=ClampedSwiGLU(), balance_loss=0.9),
         ),
         # Our own. "moe-tiny" is "tiny" with eight experts of a quarter of its width, two a token; trains on
-        # two CPU cores in two minutes, where XLA multiplies all rows by all experts.
+        # two CPU cores in less than two minutes.
         "moe-tiny": DecoderConfig(257, 128, 4, 4, 2, 32, 96, rope_theta=10_000.0, experts=_experts(8, 2)),
         # "60m" with experts of half its width: the same products a token. With 64 narrow experts it has about
         # as many parameters.
