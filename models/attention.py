@@ -8,7 +8,7 @@ transformers 5.23, modeling_gpt_oss.py.
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,21 +50,38 @@ def _kept_by_yarn(yarn: Yarn, head_dim: int, theta: float) -> np.ndarray:
     return 1 - np.clip(ramp, 0, 1)
 
 
-def rope_factor(config: DecoderConfig) -> float:
-    """Returns YaRN's factor of rotated queries and keys; 1 without YaRN."""
+def _rope_factor(config: DecoderConfig) -> float | None:
+    """Returns YaRN's factor of rotated queries and keys; None without YaRN."""
     if (yarn := config.yarn) is None:
-        return 1.0
+        return None
     factor = yarn.attention_factor
     return (0.1 * math.log(yarn.factor) + 1 if yarn.factor > 1 else 1.0) if factor is None else factor
 
 
-def apply_rope(
-    x: Float[Array, "B S N H"], angles: Float32[Array, "#B S half"], factor: float = 1.0
-) -> Float[Array, "B S N H"]:
-    """Rotates channels i and i + H/2 by the angle of their position ("rotate half"), times `factor`."""
-    cos, sin = (f(angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-    if factor != 1:
-        cos, sin = cos * factor, sin * factor
+class Rope(NamedTuple):
+    """The rotation of queries and keys: the angles of their positions, and YaRN's factor or None."""
+
+    angles: Float32[Array, "#B S half"]
+    factor: float | Float32[Array, ""] | None
+
+    def in_block(self, rotates: Float32[Array, ""] | None) -> "Rope":
+        """Returns the rotation of a block: none where `rotates` is 0; None is 1."""
+        if rotates is None:
+            return self
+        factor = None if self.factor is None else 1 + (self.factor - 1) * rotates
+        return Rope(self.angles * rotates, factor)
+
+
+def rope_of(position_BS: Int[Array, "B S"], config: DecoderConfig) -> Rope:
+    """Returns the rotation of tokens at these positions."""
+    return Rope(rope_angles(position_BS, config), _rope_factor(config))
+
+
+def apply_rope(x: Float[Array, "B S N H"], rope: Rope) -> Float[Array, "B S N H"]:
+    """Rotates channels i and i + H/2 by the angle of their position ("rotate half"), times the factor."""
+    cos, sin = (f(rope.angles)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+    if rope.factor is not None:
+        cos, sin = cos * rope.factor, sin * rope.factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention import apply_rope, rope_factor
+from models.attention import Rope, apply_rope
 from models.configs import DecoderConfig
 from models.documents import FirstKey
 from models.experts import Experts
@@ -49,7 +49,7 @@ class Attention(nnx.Module):
         self.sinks = zeros(c.n_heads) if c.sinks else None
 
     def __call__(
-        self, x, norm: Norm, rope, gemms: BlockGemms, first_key_BS: FirstKey | None = None
+        self, x, norm: Norm, rope: Rope, gemms: BlockGemms, first_key_BS: FirstKey | None = None
     ) -> Float[Array, "B S D"]:
         """Returns the attention of x after the norm."""
         c = self.config
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         q_BSNH, k_BSGH = q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), k_BSG1H[..., 0, :]
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
-        q_BSNH, k_BSGH = (apply_rope(t, rope, rope_factor(c)) for t in (q_BSNH, k_BSGH))
+        q_BSNH, k_BSGH = (apply_rope(t, rope) for t in (q_BSNH, k_BSGH))
         sinks_N = None if self.sinks is None else self.sinks[...]
         out_BSNH = gemms.attend(q_BSNH, k_BSGH, v_BSG1H[..., 0, :], first_key_BS, sinks_N)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
@@ -96,7 +96,7 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs) if config.experts is None else Experts(config, rngs)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope, gemms: BlockGemms, first_key_BS: FirstKey | None = None
+        self, x: Float[Array, "B S D"], rope: Rope, gemms: BlockGemms, first_key_BS: FirstKey | None = None
     ) -> Float[Array, "B S D"]:
         attention = self.attention(x, self.attention_norm.norm, rope, gemms, first_key_BS)
         x = constrain(x + attention, "rows", None, None)

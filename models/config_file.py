@@ -87,11 +87,11 @@ def _from_fields(cls: type, raw: Mapping[str, Any]) -> Any:
 
 def _value(name: str, hint: Any, value: Any) -> Any:
     """Returns a field's value, of the kind that its annotation names."""
-    kinds = typing.get_args(hint)
+    kinds, or_null = typing.get_args(hint), ""
     if type(None) in kinds:
         if value is None:
             return None
-        hint = kinds[0]
+        hint, or_null = kinds[0], " or null"
     if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be an object or null, got {short(value)}")
@@ -110,7 +110,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         return value
     if not _is_number(hint, value) or value <= 0:
         kind = "integer" if hint is int else "number"
-        raise ValueError(f"{name} must be a positive {kind} below 2**31, got {short(value)}")
+        raise ValueError(f"{name} must be a positive {kind} below 2**31{or_null}, got {short(value)}")
     return hint(value)
 
 

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import gemms, loss
-from models.attention import block_windows, rope_angles
+from models.attention import Rope, block_windows, rope_of
 from models.block import RMSNorm
 from models.configs import DecoderConfig
 from models.context import cut, join, sequence_parts
@@ -126,7 +126,8 @@ class Decoder(nnx.Module):
         if parts > 1:
             if starts_BS is not None:
                 starts_BS = jnp.broadcast_to(starts_BS, tokens_BS.shape)
-            rope = cut(jnp.broadcast_to(rope, (*tokens_BS.shape, rope.shape[2])), parts)
+            angles = jnp.broadcast_to(rope.angles, (*tokens_BS.shape, rope.angles.shape[2]))
+            rope = rope._replace(angles=cut(angles, parts))
             tokens_BS = cut(tokens_BS, parts)
         x_BSD, head = _embed(self.embedding[...], tokens_BS, dtype), self.head_matrix()
         common = _Common(implementation, rope, starts_BS, parts, traffic)
@@ -268,17 +269,17 @@ def _embed(embedding_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"], dtyp
 
 
 def _positions(config, tokens_BS, documents: Documents | None, has_mask: bool):
-    """Returns the angles of rotation, and the start of each token's document if attention has a mask."""
+    """Returns the rotation, and the start of each token's document if attention has a mask."""
     position_1S = jnp.arange(tokens_BS.shape[1])[None]
     if documents is None:
-        return rope_angles(position_1S, config), jnp.zeros_like(position_1S) if has_mask else None
+        return rope_of(position_1S, config), jnp.zeros_like(position_1S) if has_mask else None
     starts_BS = constrain(document_starts(tokens_BS, documents.end), "batch", None)
     position_BS = position_1S - starts_BS if documents.restart_positions else position_1S
-    return rope_angles(position_BS, config), starts_BS
+    return rope_of(position_BS, config), starts_BS
 
 
 def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
-    """Returns a factor of the angles of each block, 0 where it does not rotate; None if all blocks do."""
+    """Returns whether each block rotates, 0 where it does not rotate; None if all blocks do."""
     return jnp.asarray(config.rope_layers, jnp.float32) if 0 in config.rope_layers else None
 
 
@@ -286,7 +287,7 @@ class _Common(NamedTuple):
     """What all blocks share; arguments of `Decoder.hidden`, and `parts` of `models.context`."""
 
     implementation: Implementation | None
-    rope: Array
+    rope: Rope
     starts_BS: Int[Array, "B S"] | None
     parts: int
     traffic: Traffic | None
@@ -316,8 +317,7 @@ def _run_block(graph, policies, common: _Common, x_BSD, layer):
     first_key_BS = None if starts_BS is None else first_keys(starts_BS, window)
     if parts > 1 and first_key_BS is not None:
         first_key_BS = cut(first_key_BS, parts)
-    rope = rope if rotates is None else rope * rotates
-    x_BSD = nnx.merge(graph, weights)(x_BSD, rope, of_block, first_key_BS)
+    x_BSD = nnx.merge(graph, weights)(x_BSD, rope.in_block(rotates), of_block, first_key_BS)
     return x_BSD, of_block.routing
 
 

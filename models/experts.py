@@ -170,7 +170,10 @@ def check_policies(
             jax.eval_shape(functools.partial(product, policy), x, w, size)
         except NotImplementedError as error:
             why = str(error).split("; use")[0]
-            raise ValueError(f"experts cannot run the policy of {name}, choose another: {why}") from None
+            advice = f"choose another --policy, or one of this layer by --layers '{name}=POLICY'"
+            if " implementation " in f" {why}":
+                advice = "leave --implementation out"
+            raise ValueError(f"experts cannot run {name}: {why}; {advice}") from None
 
 
 def summary(config: ExpertsConfig, routing: Routing) -> dict[str, float]:

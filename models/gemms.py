@@ -145,7 +145,7 @@ class BlockGemms:
     def ragged_dot(self, name: str, x, w, order: Order | Exchange) -> Array:
         """Returns the products of each expert's rows in x's dtype, for the layer `name`.
 
-        Its slot, if there is one, is an `Amax`, of all experts.
+        Only an `Amax`, of all experts, is measured.
         """
         policy, key = self.policies[name], self._key(name)
         y = order.product(
@@ -157,7 +157,8 @@ class BlockGemms:
             preferred_element_type=x.dtype,
         )
         slot = None if self.slots is None else self.slots.get(name)
-        return tag_product(y if slot is None else probe(policy, self.implementation, y, x, w, key, slot))
+        measured = isinstance(slot, Amax)
+        return tag_product(probe(policy, self.implementation, y, x, w, key, slot) if measured else y)
 
     def gated_mlp(self, x, norm: Norm, gate_up, down, names=("mlp.gate_up", "mlp.down")) -> Array:
         """Returns swiglu(x @ gate_up) @ down of x after the norm, for the layers `names`."""

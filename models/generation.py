@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import decoder
-from models.attention import rope_angles
+from models.attention import rope_of
 from models.configs import DecoderConfig
 from models.documents import Documents, document_starts, first_keys, visible_keys
 from models.gemms import BlockGemms, attend, block_keys
@@ -130,7 +130,7 @@ def read(
     """
     model = nnx.merge(decoder.graph(config), params)
     position_BS, starts_BS, start_B = _positions(tokens_BS, options.documents, cache.start_B, start)
-    rope = rope_angles(position_BS, config)
+    rope = rope_of(position_BS, config)
     blocks = nnx.to_pure_dict(nnx.state(model.blocks))
     rotated = decoder.rotated_blocks(config)
     x_BSD, parts = model.embedding[...][tokens_BS].astype(options.dtype), [[] for _ in cache.blocks]
@@ -144,8 +144,7 @@ def read(
             keys, weights, cached, rotates = layer
             gemms = _CachedGemms(policies, keys, options.implementation, cached, start, is_window)
             block = nnx.merge(block_graph(config, begin), weights)
-            angles = rope if rotates is None else rope * rotates
-            return block(x_BSD, angles, gemms, first_key_BS), gemms.cached
+            return block(x_BSD, rope.in_block(rotates), gemms, first_key_BS), gemms.cached
 
         cached = slice_stack(cache.blocks[group], begin - first, end - first)
         keys, weights = block_keys(key, begin, end, len(policies)), part(config, blocks, begin, end)

@@ -127,6 +127,7 @@ class Trainer:
         found = by_layer(self._programs.layer_stats(state.weights, batch, state.step))
         if self._plan.model.experts is None:
             return found
+        found = {name: found[name] for name in measured_layers(self._plan.model)}
         model, key = self._plan.model, jax.random.fold_in(self._key, state.step)
         routed = block_numbers(model).get("mlp", range(model.n_layers))
         return found | routing_by_layer(self._programs.routing(state.weights, batch, key), routed)
@@ -186,7 +187,8 @@ def make_programs(
     config = plan.config
     loss, losses = make_losses(plan, phase)
     tokens_a_part = config.data.batch_size // config.accumulate * config.data.seq_len
-    empty = empty_slots(linear_layers(plan.model), plan.model.n_layers)
+    names = dict.fromkeys(name.split(".", 2)[2] for name in measured_layers(plan.model))
+    empty = empty_slots([*names], plan.model.n_layers)
     options_for = functools.partial(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
@@ -218,6 +220,11 @@ def make_programs(
         ),
         jax.jit(lambda *arguments: measured(*arguments)[1].routing, compiler_options=xla_options),
     )
+
+
+def measured_layers(model: DecoderConfig) -> list[str]:
+    """Returns the names of the linear layers, without those of experts and routers."""
+    return [f"blocks.{i}.{name}" for i in range(model.n_layers) for name in linear_layers(model.block(i))]
 
 
 def shared_by_mesh(plan: Plan) -> tuple[int, int]:

@@ -105,6 +105,13 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
       ValueError: it has another architecture, or unsupported parts; the message names them.
     """
+    try:
+        return _read_config(raw)
+    except ValueError as error:  # of DecoderConfig too, which knows no file
+        raise ValueError(f"config.json: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         part = next((part for name, part in _OTHER_PARTS.items() if raw.get(name)), None)
@@ -328,6 +335,4 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, Yarn 
     if kind == "yarn":
         values |= {name: positive(rope, name) for name in optional & given if name != "truncate"}
         return theta, None, Yarn(**values, truncate=switch({"truncate": True} | rope, "truncate"))
-    if not values["low_freq_factor"] < values["high_freq_factor"]:
-        raise ValueError("config.json: low_freq_factor must be less than high_freq_factor")
     return theta, RopeScaling(**values), None

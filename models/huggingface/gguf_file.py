@@ -98,17 +98,18 @@ def write_gguf(
 
 def _kind(config: DecoderConfig) -> str:
     """Returns llama.cpp's name of the architecture; raises ValueError for one that it would run otherwise."""
-    e, found = config.experts, _KINDS.get(model_type(config))
+    e, kind = config.experts, model_type(config)
+    if (found := _KINDS.get(kind)) is None:
+        raise ValueError(f"--quantize gguf writes {', '.join(_KINDS)}, not {kind}; use --quantize mxfp4")
     others = {
         "biases": config.qkv_bias or config.out_bias,
         "YaRN": config.yarn,
         "windows": config.windows,
-        "blocks without experts": config.dense_d_ff,
+        f"blocks without experts, which llama.cpp's {found} lacks": config.dense_d_ff,
         "routers whose weights are not renormalized": e is not None and not e.renormalized,
         "Llama 3's rope scaling in Qwen3": found == "qwen3moe" and config.rope_scaling,
     }
-    if found is None or any(others.values()):
-        parts = [name for name, holds in others.items() if holds] or [model_type(config)]
+    if parts := [name for name, holds in others.items() if holds]:
         raise ValueError(f"--quantize gguf does not write {' and '.join(parts)}; use --quantize mxfp4")
     return found
 

@@ -53,7 +53,7 @@ MODELS = {
     ),
     "smollm3": (
         "SmolLM3",
-        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 12}
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 12, "rope_parameters": YARN}
         | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     ),
     "qwen3_moe_mixed": (

@@ -18,6 +18,7 @@ from training.run.setup import open_folder, set_up
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 SMALL = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
 SMALL |= {"d_ff": 64, "rope_scaling": {"factor": 4}}
+YARN = {"factor": 2.0, "original_context": 16}
 
 
 def write(path, raw):
@@ -49,6 +50,12 @@ def test_a_published_file_is_read():
         ({"head_dim": 7}, "head_dim 7 must be even"),
         ({"rope_scaling": {"factr": 1}}, "did you mean 'factor'"),
         ({"rope_scaling": 3}, "rope_scaling must be an object or null"),
+        (
+            {"rope_scaling": {"low_freq_factor": 4}},
+            "low_freq_factor must be less than high_freq_factor 4.0, got",
+        ),
+        ({"yarn": YARN | {"beta_fast": 0.5}}, "beta_slow must be at most beta_fast 0.5"),
+        ({"experts": {"n": 4, "active": 2, "shared": 0}}, "shared must be a positive integer .* or null"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
     ],
 )

@@ -88,5 +88,5 @@ def test_gradients_across_documents_are_exactly_zero(monkeypatch, longest):
 
 def test_positions_restart_with_documents():
     position = jnp.concatenate([jnp.arange(len(document)) for document in DOCUMENTS])[None]
-    angles, _ = decoder._positions(SMALL, PACKED, Documents(END, restart_positions=True), False)
-    np.testing.assert_array_equal(angles, attention.rope_angles(position, SMALL))
+    rope, _ = decoder._positions(SMALL, PACKED, Documents(END, restart_positions=True), False)
+    np.testing.assert_array_equal(rope.angles, attention.rope_angles(position, SMALL))

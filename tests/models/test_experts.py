@@ -152,8 +152,10 @@ def test_the_router_is_in_float32_unless_a_rule_names_it():
 
 def test_a_policy_that_experts_cannot_run_is_refused():
     check_policies(CONFIG, layer_policies(CONFIG, "nvfp4"), None)
-    with pytest.raises(ValueError, match=r"cannot run the policy of blocks\.\d\.mlp\.\w+, choose another"):
+    with pytest.raises(ValueError, match=r"cannot run blocks\.\d\.mlp\.\w+: .*; choose another --policy"):
         check_policies(CONFIG, layer_policies(CONFIG, "quartet"), None)
+    with pytest.raises(ValueError, match="not 'scaled_dot'; leave --implementation out"):
+        check_policies(CONFIG, layer_policies(CONFIG, "wgrad"), "scaled_dot")
 
 
 def test_auxiliary_losses_are_means_over_blocks():

@@ -6,6 +6,7 @@ checkpointed with its state, and stay as they are in a step that is not finite. 
 have no history: their scales are those of the tensors themselves.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,9 +84,10 @@ def check_delayed(model: DecoderConfig, layers: LayerPolicies) -> None:
     """Raises ValueError if a layer that has no histories has a delayed scale."""
     have = {f"blocks.{i}.{name}" for i in range(model.n_layers) for name in linear_layers(model)}
     if others := [name for name, policy in layers.items() if policy.delayed and name not in have]:
+        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in others)
         raise ValueError(
             f"{others[0]} has scaling='delayed', and only {', '.join(linear_layers(model))} have histories; "
-            f"give it current scales, e.g. --layers '{others[0]}=fp8'"
+            f"give current scales: --layers {' '.join(f"'{pattern}=fp8'" for pattern in patterns)}"
         )
 
 

@@ -16,7 +16,7 @@ from support.runs import lines, weights
 import mxjax
 import train as training_program
 from models import decoder
-from models.attention import rope_angles
+from models.attention import rope_of
 from models.configs import DecoderConfig
 from models.gemms import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from mxjax.stats.layers import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe
@@ -97,7 +97,7 @@ def test_the_last_output_gradient_is_that_of_the_mean_loss(in_float32):
         for i in range(2):
             weights = jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
             products = BlockGemms(dict.fromkeys(BLOCK_LAYERS, mxjax.get_policy("fp32")), None)
-            x = nnx.merge(graph, weights)(x, rope_angles(jnp.arange(16)[None], CONFIG), products)
+            x = nnx.merge(graph, weights)(x, rope_of(jnp.arange(16)[None], CONFIG), products)
         return x
 
     @jax.jit

@@ -13,9 +13,10 @@ from support.llamas import layer_policies, logits_of, params_of, rewrite_params,
 
 import mxjax
 from models import decoder
-from models.configs import ExpertsConfig
+from models.configs import ExpertsConfig, get_config
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
+from models.huggingface.gguf_file import write_gguf
 from models.huggingface.quantized import choose_operands, quantized_weights
 from training.huggingface.exporting import export_checkpoint
 from training.huggingface.importing import import_checkpoint
@@ -252,6 +253,23 @@ def test_a_tied_head_and_layers_without_mxfp4_stay():
     operands, line = choose_operands(config, layers, "even")
     assert len(operands) == 8
     assert "rounded to nearest now, scale rule even" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (get_config("gpt-oss-20b"), "writes llama, mixtral, qwen3_moe, not gpt_oss; use --quantize mxfp4"),
+        (
+            dataclasses.replace(get_config("qwen3-30b-a3b"), dense_d_ff=(6144, *(0,) * 47)),
+            "blocks without experts, which llama.cpp's qwen3moe lacks; use",
+        ),
+        (dataclasses.replace(get_config("tiny"), qkv_bias=True, out_bias=True), "does not write biases; use"),
+    ],
+)
+def test_models_that_llama_cpp_would_run_otherwise_are_refused(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        write_gguf(None, tmp_path / "model.gguf", config, {}, {}, {})
+    assert not [*tmp_path.iterdir()]
 
 
 def test_gguf_reads_what_the_fprop_multiplies(run, params, tmp_path):
