@@ -254,8 +254,8 @@ def test_other_scripts_are_names_like_any():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"],
         ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
+        pytest.param(["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"], marks=pytest.mark.slow),
     ],
 )
 def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags, capsys):
