@@ -291,7 +291,10 @@ def test_products_by_halves_span_the_range_of_float32():
     assert np.isnan(contract(jnp.float32([[jnp.inf, 2.0**95]]), large))
 
 
-@pytest.mark.parametrize("policy", ["uniform4_fp32", "tetrajet_v2", "ms_fp4"])
+@pytest.mark.parametrize(
+    "policy",
+    ["tetrajet_v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform4_fp32", "ms_fp4"))],
+)
 def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
     halves = mock.Mock(wraps=contract_by_halves)
     monkeypatch.setattr("mxjax.operands.product.contract_by_halves", halves)
@@ -305,6 +308,7 @@ def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
         assert distance(got, expected) < (1e-6 if got.dtype == jnp.float32 else 1e-3)
 
 
+@pytest.mark.slow
 def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
     """Where nothing is left to do with the sums: no other dtype, no factors, no sums over devices."""
     monkeypatch.setattr("mxjax.products.multiply.on_gpu", lambda: True)
