@@ -54,6 +54,7 @@ def test_names_have_the_numbers_of_the_blocks():
     ]
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_those_of_the_policies_of_their_blocks():
     params = decoder.init(MIXED, jax.random.key(0))
     policies = layer_policies(MIXED, "bf16", [("blocks[2:].*", "wgrad")])

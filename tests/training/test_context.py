@@ -27,6 +27,7 @@ def program(*arguments) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "gradients"),
     [

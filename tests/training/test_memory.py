@@ -111,6 +111,7 @@ def test_the_estimate_is_near_what_is_allocated(
     assert 0.7 < allocated / estimate.total < 1.4
 
 
+@pytest.mark.slow
 def test_adapters_and_packed_weights_are_counted():
     """Packed weights take 4.25 bits, and moments and gradients are those of the adapters.
 

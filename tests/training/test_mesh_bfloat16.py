@@ -12,8 +12,14 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-def test_in_bfloat16_a_mesh_begins_as_one_device(tmp_path):
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param([(4, "fsdp=2,tensor=2")], marks=pytest.mark.slow),
+        pytest.param([(2, "data=2"), (2, "tensor=2")], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_in_bfloat16_a_mesh_begins_as_one_device(tmp_path, meshes):
     def curve(devices: int, mesh: str) -> list[float]:
         out = tmp_path / f"run-{devices}-{mesh}"
         flags = f"--steps 2 --batch-size 4 --seq-len 32 --eval-batches 1 --mesh {mesh} --out {out}"
@@ -24,5 +30,5 @@ def test_in_bfloat16_a_mesh_begins_as_one_device(tmp_path):
         return [value for step in steps if "loss" in step for value in (step["loss"], step["grad_norm"])]
 
     alone = curve(1, "data=1")
-    for devices, mesh in ((2, "data=2"), (2, "tensor=2"), (4, "fsdp=2,tensor=2")):
+    for devices, mesh in meshes:
         np.testing.assert_allclose(curve(devices, mesh), alone, rtol=1e-6)

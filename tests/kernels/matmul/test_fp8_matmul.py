@@ -64,7 +64,7 @@ def without(q: KernelOperand, block: int) -> KernelOperand:
     return KernelOperand(q.elements.at[..., 16 * block : 16 * block + 16].set(0), q.scales)
 
 
-@pytest.mark.parametrize("far", [0, 10, 40, 100])
+@pytest.mark.parametrize("far", [10, 100, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 40))])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("carriers", [CARRIERS, ("e5m2", "e4m3")], ids=" x ".join)
 def test_elements_that_fp8_does_not_hold_are_multiplied_right(far, side, carriers):

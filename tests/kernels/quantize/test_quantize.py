@@ -116,9 +116,14 @@ def test_nvidia_tiles_at_length(shape, kind, dtype, inputs, form, seed):
     check_options(shape, kind, dtype, inputs, form, seed)
 
 
-@pytest.mark.parametrize("form", ["packed", "bf16"])
+@pytest.mark.parametrize(
+    ("rule", "form"),
+    [
+        *((rule, "packed") for rule in RULES),
+        *(pytest.param(r, "bf16", marks=() if r == "floor" else pytest.mark.slow) for r in RULES),
+    ],
+)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("rule", RULES)
 def test_rules_and_roundings(rule, rounding, form):
     x = draw_tensor(np.random.default_rng(0), (64, 64), "wide", "bfloat16")
     plain, prescaled = (Operand(scale_rule=rule, rounding=rounding, prescale=p) for p in (None, 0.75))

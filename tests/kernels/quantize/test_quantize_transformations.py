@@ -52,15 +52,6 @@ def test_vmap_over_tensor_and_key():
     assert_each(jax.vmap(quantize_both)(X, KEYS), X, KEYS)
 
 
-def test_vmap_over_tensor():
-    """With one key each tensor has the same random bits, as by `jax.vmap` of `mxjax.quantize`."""
-    assert_each(jax.vmap(quantize_both, (0, None))(X, KEYS[0]), X, [KEYS[0]] * 3)
-
-
-def test_vmap_over_key():
-    assert_each(jax.vmap(quantize_both, (None, 0))(X[0], KEYS), [X[0]] * 3, KEYS)
-
-
 @pytest.mark.slow
 def test_vmap_twice():
     grid = jax.vmap(jax.vmap(quantize_both, (None, 0)), (0, None))(X[:2, 0], KEYS)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
@@ -244,10 +244,15 @@ tensors = hnp.arrays(np.float32, (2, 32), elements=floats(-(2.0**100), 2.0**100)
 @pytest.mark.parametrize("rule", ["floor", "even"])
 @each_mx_format
 @given(x=tensors)
+@example(x=np.full((2, 32), 1.5, np.float32))
 def test_floor_and_even_are_idempotent(name, rule, x):
     # Rounding keeps amax on its side of the threshold, or saturates there: the same scale is found again.
     q = mxjax.quantize(x, name, scale_rule=rule)
-    assert_same(mxjax.quantize(mxjax.dequantize(q), name, scale_rule=rule), q)
+    again = mxjax.quantize(mxjax.dequantize(q), name, scale_rule=rule)
+    if (name, rule) == ("mxfp4_e3m0", "even"):  # but its tie at the threshold rounds down: the scale halves
+        np.testing.assert_array_equal(mxjax.dequantize(again), mxjax.dequantize(q))
+    else:
+        assert_same(again, q)
 
 
 @each_rule

@@ -27,8 +27,9 @@ from mxjax.runtime.mesh import Layout
 
 ON_PACKED = ["fp8_carriers", "scaled_dot"]
 POLICIES = [
-    *("wgrad_hadamard", "full_rht", "wgrad_sr", "tetrajet"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("wgrad", "full_hadamard", "lumen", "fprop")),
+    *("wgrad_hadamard", "wgrad_sr"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("wgrad", "full_hadamard", "full_rht")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tetrajet", "lumen", "fprop")),
 ]
 
 
@@ -175,7 +176,9 @@ def test_decodes_every_code_at_extreme_scales(byte):
         np.testing.assert_array_equal(decode(q, jnp.float32)[0, :16], values.astype(np.float32))
 
 
-@pytest.mark.parametrize("implementation", ON_PACKED)
+@pytest.mark.parametrize(
+    "implementation", ["fp8_carriers", pytest.param("scaled_dot", marks=pytest.mark.slow)]
+)
 def test_composes_under_vmap_scan_and_remat(implementation):
     x, w, dy = tensors()
     ws = jnp.stack([w, 2 * w])
@@ -291,7 +294,10 @@ def test_products_by_halves_span_the_range_of_float32():
     assert np.isnan(contract(jnp.float32([[jnp.inf, 2.0**95]]), large))
 
 
-@pytest.mark.parametrize("policy", ["uniform4_fp32", "tetrajet_v2", "ms_fp4"])
+@pytest.mark.parametrize(
+    "policy",
+    ["tetrajet_v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform4_fp32", "ms_fp4"))],
+)
 def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
     halves = mock.Mock(wraps=contract_by_halves)
     monkeypatch.setattr("mxjax.operands.product.contract_by_halves", halves)
@@ -305,6 +311,7 @@ def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
         assert distance(got, expected) < (1e-6 if got.dtype == jnp.float32 else 1e-3)
 
 
+@pytest.mark.slow
 def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
     """Where nothing is left to do with the sums: no other dtype, no factors, no sums over devices."""
     monkeypatch.setattr("mxjax.products.multiply.on_gpu", lambda: True)

@@ -117,7 +117,7 @@ def test_mapped_contractions_in_bfloat16_run_on_the_cpu(axes, batch):
     assert_same(jax.jit(lambda: mapped(lambda a, b, x, w: contract(x, a, w, b, None)))(), mapped(plain))
 
 
-@pytest.mark.parametrize("policy", ["lumen", "nvfp4"])
+@pytest.mark.parametrize("policy", ["lumen", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_gradients_mapped_over_keys_in_bfloat16_are_those_of_each_key(policy):
     keys, (x, w, dy) = jax.random.split(KEY, 2), (t.astype(jnp.bfloat16) for t in (X[0], W, DY[0]))
     mapped = jax.jit(jax.vmap(lambda key: jitted_products(x, w, dy, key, policy=policy)))(keys)
