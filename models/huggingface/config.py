@@ -8,6 +8,7 @@ Settings that change the model's values and are not supported raise an error. Th
 Source: transformers' configuration_*.py and modeling_rope_utils.py, 4.57 and 5.23.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from reprlib import repr as short
@@ -260,11 +261,25 @@ def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
     if kind == "smollm3":
         # The default padding token is beyond smaller vocabularies.
         raw |= {"no_rope_layers": list(config.rope_layers), "pad_token_id": None}
-    if read_config(raw) != config:
+    if (read := read_config(raw)) != config:
+        lost = ", ".join(_differing(config, read))
         raise ValueError(
-            f"transformers has no architecture with all parts of this model; {kind}, the closest, lacks some"
+            f"transformers has no architecture with all parts of this model; {kind}, the closest, lacks "
+            f"{lost}"
         )
     return raw
+
+
+def _differing(a: DecoderConfig | ExpertsConfig, b: DecoderConfig | ExpertsConfig) -> list[str]:
+    """Returns the names of the fields in which two configurations differ, those of experts one by one."""
+    names = []
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, ExpertsConfig) and isinstance(y, ExpertsConfig):
+            names += [f"experts.{name}" for name in _differing(x, y)]
+        elif x != y:
+            names.append(field.name)
+    return names
 
 
 def _rope_fields(config: DecoderConfig) -> dict[str, Any] | None:

@@ -210,3 +210,10 @@ def test_parts_that_no_architecture_has_are_not_exported(change):
     config = dataclasses.replace(get_config("tiny"), **change)
     with pytest.raises(ValueError, match="no architecture with all parts of this model"):
         write_config(config, 2048)
+
+
+def test_an_export_names_the_parts_that_no_architecture_has():
+    config = get_config("mixtral-8x7b")
+    config = dataclasses.replace(config, sinks=True, experts=dataclasses.replace(config.experts, shared=1))
+    with pytest.raises(ValueError, match=r"mixtral, the closest, lacks sinks, experts\.shared$"):
+        write_config(config, 64)
