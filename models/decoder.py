@@ -301,8 +301,9 @@ def _run_alike(run, x_BSD, head, layers, n: int, turn: int, remat: Remat):
       turn: blocks in one iteration of the compiled loop.
     """
     run = rematerialize(run, remat, in_loop=n > turn)
-    if turn == n and row_parts() > 1:
-        return run_blocks(run, x_BSD, layers, turn, head)
+    if turn == n:
+        run = run if row_parts() > 1 else jax.jit(run)  # traced once for all blocks
+        return run_blocks(run, x_BSD, layers, n, head)
     x_BSD, routing = jax.lax.scan(run, x_BSD, layers, length=n, unroll=turn)
     return x_BSD, head, routing
 
