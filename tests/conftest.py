@@ -64,7 +64,11 @@ THROUGH_ATTENTION = ("test_layers", "test_remat", "test_rocm_programs", "test_se
 
 # Modules whose tests take longest: begun first, so that pytest-xdist's processes end together.
 LONGEST = tuple(
-    f"test_{name}" for name in ("mesh", "faults", "compile", "gfx950", "lowering", "remat", "sharding")
+    f"test_{name}"
+    for name in (
+        *("mesh", "faults", "compile", "gfx950", "lowering", "remat", "sharding"),
+        *("every", "versions", "package", "readme", "train_resuming", "memory", "architectures"),
+    )
 )
 
 

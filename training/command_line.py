@@ -1,4 +1,4 @@
-"""The command line of train.py: flags that replace the defaults, a preset, or the values of a resumed run.
+"""The command lines of programs, and of train.py: flags replace the defaults, a preset, or a resumed run's.
 
 Flags are tyro's, and so is `--help`; its errors of many lines become one.
 """
@@ -7,6 +7,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import itertools
@@ -84,6 +85,8 @@ def flags[T](
     except SystemExit as error:
         if error.code != 2:
             raise
+    except ValueError as error:  # of a dataclass in another; tyro takes those of the outermost one alone
+        raise refusal(str(error), program or program_name()) from None
     message = in_one_line(errors.getvalue())
     if message.startswith((_UNKNOWN, "Missing from")):
         message = message.partition(_SUGGESTION)[0]  # tyro compares values too, as of --polcy=bf16
@@ -92,6 +95,36 @@ def flags[T](
     if found := _STRAY.fullmatch(message):
         message += _without_value(words, found[1])
     raise refusal(message, program or program_name())
+
+
+def command_and_flags[T](
+    commands: Mapping[str, Callable[..., T]], program: str, description: str | None
+) -> Callable[[], T]:
+    """Parses the name of a command and its flags, which are the arguments of a function; see `flags`.
+
+    Args:
+      commands: the functions by name.
+      program, description: what `--help` says.
+    Returns:
+      A call of the named function with these flags.
+    """
+    if (command := commands.get("".join(sys.argv[1:2]))) is not None:
+        check_lists(command, sys.argv, program)
+    later = {name: _later(command) for name, command in commands.items()}
+    parse = tyro.extras.subcommand_cli_from_dict
+    return flags(
+        lambda words: parse(later, args=words, prog=program, description=description), program=program
+    )
+
+
+def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
+    """Returns a function with the command's signature that returns a call of it."""
+
+    @functools.wraps(command)
+    def bind(*args: P.args, **kwargs: P.kwargs) -> Callable[[], T]:
+        return functools.partial(command, *args, **kwargs)
+
+    return bind
 
 
 def _join_help(config: type[Any]) -> None:
@@ -136,7 +169,8 @@ def _without_value(words: Sequence[str], stray: str) -> str:
     for word, following in itertools.pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and (value if equals else following) == stray:
-            return f"; {flag} takes no value"
+            others = ": --resume --out RUN continues a run, --branch RUN --out NEW one in a new folder"
+            return f"; {flag} takes no value{others if flag == '--resume' else ''}"
     return ""
 
 

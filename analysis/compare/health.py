@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.compare.runs import LAST, Group
+from analysis.compare.runs import LAST, Group, last_of
 from analysis.records import decibels, kinds_of, mean_sqnr
 from training.log.display import text_table
 
@@ -22,7 +22,7 @@ def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     found = []
     for group in groups:
         norms = [[norm for _, norm in sorted(run.grad_norms.items())] for run in group.runs]
-        ends = [norm for one in norms for norm in one[-max(1, round(LAST * len(one))) :]]
+        ends = [norm for one in norms for norm in last_of(one)]
         ends, largest = (list(filter(math.isfinite, part)) for part in (ends, itertools.chain(*norms)))
         measured = [run.sqnr[max(run.sqnr)] for run in group.runs if run.sqnr]
         found.append(

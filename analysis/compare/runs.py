@@ -82,8 +82,12 @@ class ComparedRun(NamedTuple):
     def last_train_loss(self, at: int | None = None) -> float:
         """Returns the mean training loss of the last LAST of the steps up to `at`; NaN without any."""
         steps = [loss for x, loss in sorted(self.train.items()) if at is None or x <= at]
-        last = steps[-max(1, round(LAST * len(steps))) :]
-        return math.fsum(last) / len(last) if last else math.nan
+        return math.fsum(last) / len(last) if (last := last_of(steps)) else math.nan
+
+
+def last_of(values: Sequence[float]) -> Sequence[float]:
+    """Returns the last LAST of the values, at least one if there are any."""
+    return values[-max(1, round(LAST * len(values))) :]
 
 
 class Group(NamedTuple):

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from analysis.compare.runs import LAST, held_out_of, short_names
+from analysis.compare.runs import held_out_of, last_of, short_names
 from analysis.records import (
     Record,
     Series,
@@ -77,8 +77,7 @@ class ReportedRun(NamedTuple):
     def last_mean(self, name: str) -> float | None:
         """Returns the mean of a number over the last LAST of the steps; None without any."""
         values = [value for _, value in sorted(series(self.records, name).items())]
-        last = values[-max(1, round(LAST * len(values))) :]
-        return math.fsum(last) / len(last) if last else None
+        return math.fsum(last) / len(last) if (last := last_of(values)) else None
 
     def largest(self, name: str) -> float | None:
         """Returns the largest of a number; None without any."""

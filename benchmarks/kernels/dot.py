@@ -11,8 +11,9 @@ time: choose few shapes a run, and give all runs one `--cache`.
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,22 +64,37 @@ def cases(tokens: int, linear: str, options: argparse.Namespace) -> Iterator[Cas
     work = 6.0 * tokens * d_in * d_out
     fields = {"tokens": tokens, "linear": linear, "d_in": d_in, "d_out": d_out}
 
-    def case(name: str, step: Callable, policy: str | None = None, **more) -> Case:
-        def check() -> Checked:
-            if policy is not None:
-                compare_part(step, reference(policy), tensors)
-            return Checked(functools.partial(step, *tensors), largest_distance(step(*tensors), wanted))
-
-        return Case(name, check, work, fields=fields, **more)
-
+    case = functools.partial(step_case, tensors, wanted, work, fields)
     yield case(BASELINE, baseline, is_ceiling=True)
     for policy in options.policies:
         # bf16 has one implementation.
         for by in options.implementations if policy != "bf16" else options.implementations[:1]:
-            yield case(f"{policy}, {by}", step_of(policy, by), policy)
+            step = step_of(policy, by)
+            compare = functools.partial(compare_part, step, reference(policy), tensors)
+            yield case(f"{policy}, {by}", step, compare)
     for name, product in linears().items():
         if any(part in name for part in options.peers):
             yield case(name, jax.jit(functools.partial(both_ways, product)), ours=False)
+
+
+def step_case(
+    tensors: Tensors,
+    wanted: Sequence[jax.Array],
+    work: float,
+    fields: Mapping[str, Any],
+    name: str,
+    step: Callable,
+    compare: Callable[[], None] | None = None,
+    **more: bool,
+) -> Case:
+    """Returns the case of a step that `compare` checks first, and whose results lie near the wanted ones."""
+
+    def check() -> Checked:
+        if compare is not None:
+            compare()
+        return Checked(functools.partial(step, *tensors), largest_distance(step(*tensors), wanted))
+
+    return Case(name, check, work, fields=fields, **more)
 
 
 def make_tensors(tokens: int, d_in: int, d_out: int, *experts: int) -> Tensors:

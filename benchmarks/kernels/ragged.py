@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernels.dot import Tensors, both_ways, compare_part, largest_distance, make_tensors
+from benchmarks.kernels.dot import Tensors, both_ways, compare_part, make_tensors, step_case
 from benchmarks.kernels.peers import grouped_by_torch
-from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
+from mxjax.kernels.selftest.measured import Case, Report, add_arguments, time_cases
 from mxjax.products.implementations import Implementation, compiler_options
 from mxjax.products.ragged import ragged_dot
 from mxjax.recipes import get_policy
@@ -78,14 +78,7 @@ def cases(name: str, tensors: Tensors, options: argparse.Namespace) -> Iterator[
     baseline = jax.jit(functools.partial(both_ways, lambda x, w: by_experts(x, w, sizes)))
     wanted = baseline(*tensors)
 
-    def case(name: str, step: Callable, check_part: Callable[[], None] | None = None, **more) -> Case:
-        def check() -> Checked:
-            if check_part is not None:
-                check_part()
-            return Checked(functools.partial(step, *tensors), largest_distance(step(*tensors), wanted))
-
-        return Case(name, check, work, fields=fields, **more)
-
+    case = functools.partial(step_case, tensors, wanted, work, fields)
     yield case("a GEMM an expert, static sizes, bfloat16", baseline, is_ceiling=True)
     yield case("jax.lax.ragged_dot, bfloat16", by_lax(sizes, cudnn=False), ours=False)
     yield case("jax.lax.ragged_dot by cuDNN, bfloat16", by_lax(sizes, cudnn=True), ours=False)

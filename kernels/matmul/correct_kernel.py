@@ -81,27 +81,11 @@ def correct_kernel(
 
 @triton.jit
 def correct_part(
-    left,
-    left_part,
-    right,
-    right_part,
-    groups,
-    out,
-    scratch,
-    first_step,
-    steps,
-    SCALED: tl.constexpr,
-    K: tl.constexpr,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LARGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    left, left_part, right, right_part, groups, out, scratch, first_step, steps, SCALED: tl.constexpr,
+    K: tl.constexpr, LHS_ROWS: tl.constexpr, RHS_ROWS: tl.constexpr, PARTS: tl.constexpr, LARGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FP8_N: tl.constexpr,
-):
+):  # fmt: skip
     """Recomputes rows and columns of one product, as `correct_kernel` does those of a batch.
 
     Args:
@@ -142,61 +126,20 @@ def correct_part(
             first, count = _share_of(tiles, program, programs)
             for i in range(count):
                 _put_near_tile(
-                    lhs_grouped + lhs_first * K,
-                    lhs_group_scales + lhs_first * (K // GROUP),
-                    rhs_fp8 + rhs_first * K,
-                    lhs_unit,
-                    rhs_unit,
-                    lhs_lost,
-                    lhs_far,
-                    rhs_lost,
-                    out,
-                    scratch,
-                    first + i,
-                    i == 0,
-                    SCALED,
-                    M,
-                    N,
-                    K,
-                    LHS_ROWS,
-                    RHS_ROWS,
-                    LARGE,
-                    GROUP,
-                    BLOCK_M,
-                    FP8_N,
-                )
+                    lhs_grouped + lhs_first * K, lhs_group_scales + lhs_first * (K // GROUP),
+                    rhs_fp8 + rhs_first * K, lhs_unit, rhs_unit, lhs_lost, lhs_far, rhs_lost, out, scratch,
+                    first + i, i == 0, SCALED, M, N, K, LHS_ROWS, RHS_ROWS, LARGE, GROUP, BLOCK_M, FP8_N,
+                )  # fmt: skip
             lhs_lost, lost = lhs_far, lost - near
     of_rows = tl.cdiv(lost, BLOCK_M) * TILES_N
     first, count = _share_of(of_rows + of_columns, program, programs)
     for i in range(count):
         _put_far_tile(
-            lhs + lhs_first * (K // 2),
-            lhs_scales + lhs_first * (K // 32),
-            rhs + rhs_first * (K // 2),
-            rhs_scales + rhs_first * (K // 32),
-            lhs_unit,
-            rhs_unit,
-            lhs_lost,
-            rhs_lost,
-            out,
-            scratch,
-            first + i,
-            i == 0,
-            of_rows,
-            first_step,
-            steps,
-            SCALED,
-            M,
-            N,
-            K,
-            LHS_ROWS,
-            RHS_ROWS,
-            PARTS,
-            LARGE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+            lhs + lhs_first * (K // 2), lhs_scales + lhs_first * (K // 32), rhs + rhs_first * (K // 2),
+            rhs_scales + rhs_first * (K // 32), lhs_unit, rhs_unit, lhs_lost, rhs_lost, out, scratch,
+            first + i, i == 0, of_rows, first_step, steps, SCALED, M, N, K, LHS_ROWS, RHS_ROWS, PARTS, LARGE,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -18,17 +18,15 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
-from mxjax.kernels.quantize.block16_kernel import FACTOR_AT, SIDE, largest_kernel, quantize_block16_kernel
+from mxjax.kernels.quantize.block16_kernel import SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
-from mxjax.kernels.quantize.quantizer import elements_of, scalars_of
+from mxjax.kernels.quantize.quantizer import elements_of, placed_scalars, scalars_of
 from mxjax.numerics.formats import UE5M3, get_format
 from mxjax.numerics.operand import FourOverSix
 from mxjax.numerics.philox import key_words
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import Target, current_target
-
-SCALARS = FACTOR_AT.value + 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +205,7 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
             "SIGNS": use.has_signs if use else False,
         }
         grid = (*out[0].shape[:1:-1], v * b)
-        scalars, stride = _placed([use] if use else [], start, x, scalars, places)
+        scalars, stride = placed_scalars(_reads([use], start), x, scalars, places[:3])
         return triton_call(
             largest_kernel,
             x,
@@ -288,7 +286,7 @@ def _launch(pair: Pair, start: _Start, whole, x, maxima, scalars, places) -> lis
         constants |= {name: side_of(use) if use else None, f"{name}_LENGTH": length}
     drawn = any(use and use.operand.needs_key for use in pair)
     constants["R_ALL"], constants["C_ALL"] = whole if drawn else (0, 0)
-    scalars, stride = _placed([use for use in pair if use], start, x, scalars, places)
+    scalars, stride = placed_scalars(_reads(pair, start), x, scalars, places[:3])
     return triton_call(
         quantize_block16_kernel,
         x,
@@ -318,15 +316,11 @@ def _constants(tile: Tile, start: _Start, shape) -> dict[str, Any]:
     }
 
 
+def _reads(uses: Sequence[OperandUse | None], start: _Start) -> bool:
+    """Whether the kernels read scalars."""
+    return start.factored or any(use and (use.operand.needs_key or use.has_signs) for use in uses)
+
+
 def _mean(start: _Start, x, places) -> jax.Array:
     """Returns the mean, which follows the places of x, or x in its stead if none is read."""
     return places[3] if start.centered else x
-
-
-def _placed(uses: list[OperandUse], start: _Start, x, scalars, places) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns the scalars with x's offsets, and their stride; x in their stead if none is read."""
-    if not start.factored and not any(use.operand.needs_key or use.has_signs for use in uses):
-        return x, {"SCALARS_STRIDE": 0}
-    place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places[:3]])
-    scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
-    return scalars, {"SCALARS_STRIDE": SCALARS if scalars.shape[0] > 1 else 0}

@@ -31,8 +31,9 @@ from mxjax.kernels.quantize.fp8 import (
     takes,
 )
 from mxjax.kernels.quantize.launches import ComputedKind
+from mxjax.kernels.quantize.quantizer import arrays_of
 from mxjax.numerics.formats import get_format
-from mxjax.operands.computed import Computed, GatedGradient, Normed
+from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
@@ -61,7 +62,7 @@ def quantize_fp8_computed(x: Computed, rows: OperandUse, columns: OperandUse) ->
     Raises:
       TypeError: a tensor in another dtype.
     """
-    kind, arrays = _arrays_of(x)
+    kind, arrays = arrays_of(x, _with_factor)
     if any(array.dtype != jnp.bfloat16 for array in arrays[:: 3 if kind == "normed" else 2]):
         raise TypeError("quantize_fp8_computed needs tensors in bfloat16")
     *batch, _, _ = arrays[0].shape
@@ -80,16 +81,8 @@ def quantize_fp8_computed(x: Computed, rows: OperandUse, columns: OperandUse) ->
     ]
 
 
-def _arrays_of(x: Computed) -> tuple[ComputedKind, list[jax.Array]]:
-    """Returns x and the factors of its rows and columns, or products, each followed by its factor."""
-    if isinstance(x, Normed):
-        scale = jnp.broadcast_to(x.scale.astype(x.x.dtype), (*x.x.shape[:-2], x.x.shape[-1]))
-        return "normed", [x.x, x.factors, scale]
-    arrays = [array for product in x for array in _with_factor(product)]
-    return "gradient" if isinstance(x, GatedGradient) else "gated", arrays
-
-
 def _with_factor(product: Product) -> tuple[jax.Array, Float32[Array, "*batch"]]:
+    """Returns a product, and its one factor."""
     rows, columns = product.factors or (jnp.ones((), jnp.float32),) * 2
     factor = rows.reshape(()) * columns.reshape(())  # one for all
     return product.raw, jnp.broadcast_to(factor, product.raw.shape[:-2])

@@ -38,43 +38,15 @@ SIGN = tl.constexpr(0x80000000)
 
 @triton.jit
 def quantize_kernel(
-    x,
-    scalars,
-    row_words,
-    row_scales,
-    column_words,
-    column_scales,
-    BATCH: tl.constexpr,
-    R,
-    C: tl.constexpr,
-    R_ALL,
-    C_ALL: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALARS_STRIDE: tl.constexpr,
-    CONVERT: tl.constexpr,
-    EXACT: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ROW_FORM: tl.constexpr,
-    ROW_LENGTH: tl.constexpr,
-    ROW_ROTATION: tl.constexpr,
-    ROW_FACTOR: tl.constexpr,
-    ROW_SIGNS: tl.constexpr,
-    ROW_CARRY: tl.constexpr,
-    ROW_SQUARE: tl.constexpr,
-    ROW_STOCHASTIC: tl.constexpr,
-    ROW_PRESCALE: tl.constexpr,
-    COLUMN_FORM: tl.constexpr,
-    COLUMN_LENGTH,
-    COLUMN_ROTATION: tl.constexpr,
-    COLUMN_FACTOR: tl.constexpr,
-    COLUMN_SIGNS: tl.constexpr,
-    COLUMN_CARRY: tl.constexpr,
-    COLUMN_SQUARE: tl.constexpr,
-    COLUMN_STOCHASTIC: tl.constexpr,
-    COLUMN_PRESCALE: tl.constexpr,
-):
+    x, scalars, row_words, row_scales, column_words, column_scales, BATCH: tl.constexpr, R, C: tl.constexpr,
+    R_ALL, C_ALL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    SCALARS_STRIDE: tl.constexpr, CONVERT: tl.constexpr, EXACT: tl.constexpr, ALONG_ROWS: tl.constexpr,
+    ROW_FORM: tl.constexpr, ROW_LENGTH: tl.constexpr, ROW_ROTATION: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    ROW_SIGNS: tl.constexpr, ROW_CARRY: tl.constexpr, ROW_SQUARE: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
+    ROW_PRESCALE: tl.constexpr, COLUMN_FORM: tl.constexpr, COLUMN_LENGTH, COLUMN_ROTATION: tl.constexpr,
+    COLUMN_FACTOR: tl.constexpr, COLUMN_SIGNS: tl.constexpr, COLUMN_CARRY: tl.constexpr,
+    COLUMN_SQUARE: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, COLUMN_PRESCALE: tl.constexpr,
+):  # fmt: skip
     """Quantizes x [V, BATCH, R, C] (any float dtype, row-major) into the operands of one or two GEMMs.
 
     Each operand is written as words [V, BATCH, other, length / 8, words a group] int32 and scales
@@ -116,56 +88,20 @@ def quantize_kernel(
         xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS_R, BLOCK_C, EXACT)
     if COLUMN_FORM != "":
         _quantize_groups(
-            xs,
-            scalars + 6,
-            column_words + matrix * C * (COLUMN_LENGTH // 8) * words_of(COLUMN_FORM),
-            column_scales + matrix * C * (COLUMN_LENGTH // 32),
-            r0,
-            c0,
-            r_all // 8,
-            batch * C_ALL + c_all,
-            C,
-            GROUP,
-            GROUPS_R,
-            BLOCK_C,
-            CONVERT,
-            COLUMN_FORM,
-            COLUMN_LENGTH,
-            COLUMN_ROTATION,
-            COLUMN_FACTOR,
-            COLUMN_SIGNS,
-            COLUMN_CARRY,
-            COLUMN_SQUARE,
-            COLUMN_STOCHASTIC,
-            COLUMN_PRESCALE,
-        )
+            xs, scalars + 6, column_words + matrix * C * (COLUMN_LENGTH // 8) * words_of(COLUMN_FORM),
+            column_scales + matrix * C * (COLUMN_LENGTH // 32), r0, c0, r_all // 8, batch * C_ALL + c_all, C,
+            GROUP, GROUPS_R, BLOCK_C, CONVERT, COLUMN_FORM, COLUMN_LENGTH, COLUMN_ROTATION, COLUMN_FACTOR,
+            COLUMN_SIGNS, COLUMN_CARRY, COLUMN_SQUARE, COLUMN_STOCHASTIC, COLUMN_PRESCALE,
+        )  # fmt: skip
     if ROW_FORM != "":
         if GROUP == 8:
             row_xs = transpose_groups(xs, GROUPS_R, BLOCK_C)
         _quantize_groups(
-            row_xs,
-            scalars,
-            row_words + matrix * R * (ROW_LENGTH // 8) * words_of(ROW_FORM),
-            row_scales + matrix * R * (ROW_LENGTH // 32),
-            c0,
-            r0,
-            c_all // 8,
-            batch * R_ALL + r_all,
-            R,
-            GROUP,
-            GROUPS_C,
-            BLOCK_R,
-            CONVERT,
-            ROW_FORM,
-            ROW_LENGTH,
-            ROW_ROTATION,
-            ROW_FACTOR,
-            ROW_SIGNS,
-            ROW_CARRY,
-            ROW_SQUARE,
-            ROW_STOCHASTIC,
-            ROW_PRESCALE,
-        )
+            row_xs, scalars, row_words + matrix * R * (ROW_LENGTH // 8) * words_of(ROW_FORM),
+            row_scales + matrix * R * (ROW_LENGTH // 32), c0, r0, c_all // 8, batch * R_ALL + r_all, R, GROUP,
+            GROUPS_C, BLOCK_R, CONVERT, ROW_FORM, ROW_LENGTH, ROW_ROTATION, ROW_FACTOR, ROW_SIGNS, ROW_CARRY,
+            ROW_SQUARE, ROW_STOCHASTIC, ROW_PRESCALE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -180,29 +116,11 @@ def place_of(scalars, b, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _quantize_groups(
-    xs,
-    scalars,
-    words,
-    scales,
-    start,
-    other0,
-    counter0,
-    row0,
-    N,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
-    CONVERT: tl.constexpr,
-    FORM: tl.constexpr,
-    LENGTH,
-    ROTATION: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SIGNS: tl.constexpr,
-    CARRY: tl.constexpr,
-    SQUARE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PRESCALE: tl.constexpr,
-):
+    xs, scalars, words, scales, start, other0, counter0, row0, N, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    OTHER: tl.constexpr, CONVERT: tl.constexpr, FORM: tl.constexpr, LENGTH, ROTATION: tl.constexpr,
+    FACTOR: tl.constexpr, SIGNS: tl.constexpr, CARRY: tl.constexpr, SQUARE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, PRESCALE: tl.constexpr,
+):  # fmt: skip
     """Quantizes GROUP tensors [GROUPS, OTHER] (see `rotate_groups`) and stores them at [other, group].
 
     The tile begins at element `start` of the blocked axis and at `other0` of the other axis.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from mxjax.kernels.launch import triton_call
 from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
 from mxjax.kernels.quantize.draws import sign_words
-from mxjax.kernels.quantize.kernel import SCALARS, Form, words_of
+from mxjax.kernels.quantize.kernel import Form, words_of
 from mxjax.kernels.quantize.launches import (
     LONGEST_AXIS,
     ComputedKind,
@@ -156,7 +156,8 @@ def _call(
 
 def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, places) -> list[jax.Array]:
     launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
-    scalars, stride = _scalars([use for use in pair if use], x, scalars, places)
+    reads = any(use and (use.operand.rounding == "stochastic" or use.has_signs) for use in pair)
+    scalars, stride = placed_scalars(reads, x, scalars, places)
     results = triton_call(
         launch.kernel,
         x,
@@ -171,16 +172,16 @@ def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, pl
     return [y for y, use in zip(results, (rows, rows, columns, columns), strict=True) if use]
 
 
-def _scalars(uses: list[OperandUse], x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
-    """Returns the scalars that the kernel takes, and their stride.
+def placed_scalars(reads: bool, x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
+    """Returns the scalars with x's offsets, the first of its batches, rows and columns, and their stride.
 
-    x stands in for scalars that no use reads, because making that array would be another kernel.
+    x stands in for scalars that the kernel does not read, because making that array would be another kernel.
     """
-    if not any(use.operand.rounding == "stochastic" or use.has_signs for use in uses):
+    if not reads:
         return x, {"SCALARS_STRIDE": 0}
     place = jnp.stack([axis[0] if axis.size else jnp.uint32(0) for axis in places])
     scalars = jnp.concatenate([scalars, jnp.broadcast_to(place, (scalars.shape[0], 3))], axis=1)
-    return scalars, {"SCALARS_STRIDE": SCALARS if scalars.shape[0] > 1 else 0}
+    return scalars, {"SCALARS_STRIDE": scalars.shape[1] if scalars.shape[0] > 1 else 0}
 
 
 def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> list[KernelOperand]:
@@ -196,7 +197,7 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     Raises:
       TypeError: a tensor in another dtype.
     """
-    kind, arrays = _arrays_of(x)
+    kind, arrays = arrays_of(x, _with_factors)
     for array in arrays[::3]:
         if array.dtype != jnp.bfloat16:
             raise TypeError(f"quantize_computed needs tensors in bfloat16, got {array.dtype}")
@@ -213,16 +214,19 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     ]
 
 
-def _arrays_of(x: Computed) -> tuple[ComputedKind, list[jax.Array]]:
-    """Returns the tensors, each followed by two arrays for its rows and its columns, all with batch axes."""
+def arrays_of(
+    x: Computed, with_factors: Callable[[Product], Sequence[jax.Array]]
+) -> tuple[ComputedKind, list[jax.Array]]:
+    """Returns x's kind and arrays: a tensor with the factors of its rows and columns, or its products."""
     if isinstance(x, Normed):
         scale = jnp.broadcast_to(x.scale.astype(x.x.dtype), (*x.x.shape[:-2], x.x.shape[-1]))
         return "normed", [x.x, x.factors, scale]
-    arrays = [array for product in x for array in _with_factors(product)]
+    arrays = [array for product in x for array in with_factors(product)]
     return "gradient" if isinstance(x, GatedGradient) else "gated", arrays
 
 
 def _with_factors(product: Product) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns a product, and the factors of its rows and its columns, all with batch axes."""
     *batch, r, n = product.raw.shape
     rows, columns = product.factors or (jnp.ones((*batch, m), jnp.float32) for m in (r, n))
     return product.raw, rows, columns

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def describe() -> dict[str, Any]:
             "devices": jax.device_count(),
             "runtime": backend.get_backend().platform_version,
             "drivers": _drivers(),
-            "packages": _versions(),
+            "packages": installed(PACKAGES),
             "python": platform.python_version(),
             "kernel": platform.release(),
             "mxjax": mxjax.__version__,
@@ -67,9 +68,10 @@ def _drivers() -> dict[str, str]:
     return found | {"amd-smi": done.stdout.strip()[:500]}
 
 
-def _versions() -> dict[str, str]:
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
     versions = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -7,7 +7,6 @@ device, versions and command, and prints them as the last line, as JSON.
 """
 
 import argparse
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mxjax.kernels.selftest.device import installed
 from mxjax.kernels.selftest.timing import Timing, measure
 from mxjax.runtime.checkout import commit
 from mxjax.runtime.devices import current_target
@@ -191,10 +191,4 @@ def first_line(error: Exception) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages on which results depend."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return dict.fromkeys(PACKAGES, "not installed") | installed(PACKAGES)

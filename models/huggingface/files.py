@@ -25,6 +25,7 @@ import numpy as np
 import safetensors
 
 from models.received import LARGEST, open_received, read_object
+from models.received import read_json as read_value
 
 _KEPT_SUFFIXES = {".json", ".jinja", ".model", ".txt", ""}
 
@@ -57,13 +58,17 @@ def small_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the files of a checkpoint except its weights: configuration, tokenizer, license.
 
     Raises:
-      ValueError: the folder holds something that `check_files` refuses, or such a file is large or missing.
+      ValueError: the folder holds something that `check_files` refuses, such a file is large or missing, or
+        one named .json is no JSON.
     """
     check_files(folder)
     files = sorted(f for f in folder.glob("*") if f.is_file() and not f.name.startswith("."))
     small = [f for f in files if f.suffix in _KEPT_SUFFIXES and not f.name.endswith(".index.json")]
     for file in small:
-        open_received(file, largest=LARGEST, text=False).close()
+        if file.suffix == ".json":
+            read_value(file)
+        else:
+            open_received(file, largest=LARGEST, text=False).close()
     return small
 
 
@@ -312,6 +317,8 @@ def _files(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
     if not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
         hint = "; save the model with safe_serialization=True" if pickled else ""
+        if any(folder.glob("*.gguf")):
+            hint = "; import the safetensors that its GGUF was made from"
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict):

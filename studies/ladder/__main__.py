@@ -27,6 +27,7 @@ from studies.ladder import own, recipes_page, report
 from studies.ladder import train as runner
 from studies.ladder.cells import Cell
 from studies.ladder.studies import STUDIES, matching
+from training.command_line import command_and_flags
 from training.files import absolute_path
 from training.flags.ranges import at_most, check_ranges
 from training.process.environment import enable_compilation_cache, input_errors
@@ -150,15 +151,8 @@ def _run_workers(count: int) -> int:
 
 def main() -> None:
     """Runs the subcommand that the command line names."""
-    tyro.extras.subcommand_cli_from_dict(
-        {
-            "run": run,
-            "report": report.main,
-            "recipes": recipes_page.main,
-        },
-        prog="python -m studies.ladder",
-        description=__doc__,
-    )
+    commands = {"run": run, "report": report.main, "recipes": recipes_page.main}
+    command_and_flags(commands, "python -m studies.ladder", __doc__)()
 
 
 if __name__ == "__main__":

@@ -147,7 +147,8 @@ def _muon() -> list[Cell]:
 
 
 def _recipes(model: str, protocol: str, seeds: int) -> tuple[Cell, ...]:
-    published = (name for name in policies() if name not in ladder())
+    rungs = ladder()
+    published = (name for name in policies() if name not in rungs)
     names = ("fp8", "bf16", "wgrad", "wgrad_hadamard", *published, *RECIPES)
     return tuple(Cell(name, "", model, protocol, seeds) for name in names)
 

@@ -54,6 +54,7 @@ def test_greedy_tokens_equal_those_without_a_cache(run, monkeypatch, capsys):
     np.testing.assert_array_equal(following[3:-1], tokens[0, 4:])
 
 
+@pytest.mark.slow
 def test_the_seed_and_the_policy_decide(run):
     texts = [evaluation_program.sample(SampleConfig(run, tokens=8, seed=seed))["text"] for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]

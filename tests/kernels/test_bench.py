@@ -187,6 +187,7 @@ def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
     assert entry["tile"][0] == 128
 
 
+@pytest.mark.slow
 def test_attention_times_every_candidate_and_the_whole(capsys):
     attention.main(["--shapes", "1x19x2x1x64", "--rounds", "1", "--commit", "abc"])
     lines, report = printed(capsys)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.llamas import layer_policies, logits_of, params_of, tensors
+from support.llamas import layer_policies, params_of, tensors
 
 import mxjax
 from models import decoder
@@ -40,13 +40,6 @@ def architecture(request, tmp_path_factory):
     import_checkpoint(GOLDEN / request.param, folder / "run")
     with np.load(GOLDEN / request.param / "golden.npz") as golden:
         return request.param, folder / "run", dict(golden)
-
-
-def test_logits_are_those_of_transformers(architecture):
-    _, run, golden = architecture
-    ours = logits_of(*params_of(run), golden["tokens"])
-    assert np.max(np.abs(ours - golden["logits"])) < 2e-5
-    assert np.max(np.abs(golden["logits"])) > 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
@@ -103,6 +96,7 @@ def found(named, tensor):
     return np.stack(experts)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_those_of_transformers(architecture):
     _, run, golden = architecture
     config, params = params_of(run)

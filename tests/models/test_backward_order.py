@@ -11,13 +11,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("fsdp=2", "bf16"),
-        pytest.param(("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("fsdp=2", "bf16"), ("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied")])
 def test_gradients_are_those_of_the_loop(arguments):
     """The order changes no gradient, and is there: a tie each for `gate_up`, `qkv` above, and the head."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}

@@ -32,7 +32,7 @@ def test_a_document_starts_after_the_end_of_another():
 @pytest.mark.parametrize(
     ("config", "rules", "longest", "restart"),
     [
-        (SMALL, [], 64, False),
+        pytest.param(SMALL, [], 64, False, marks=pytest.mark.slow),
         (SINKS, [], 8, True),
         pytest.param(SMALL, [], 8, False, marks=pytest.mark.slow),
         pytest.param(SINKS, UNFUSED, 64, True, marks=pytest.mark.slow),

@@ -77,7 +77,7 @@ def test_zeros_and_no_tokens_give_zeros():
     assert not np.any(add_rows(tokens[:0], dy[:0], ROWS))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_on_a_gpu_has_the_gradients_of_one_on_a_cpu(monkeypatch, tied):
     config = dataclasses.replace(SMALL, tied=tied)
     params = decoder.init(config, jax.random.key(0))
@@ -122,6 +122,7 @@ for rows in (128, 4096):
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_bits_of_one_device():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)

@@ -47,6 +47,17 @@ def test_a_link_out_of_the_folder_is_not_followed(checkpoint, tmp_path):
     refused(checkpoint, "config.json is not a file but a pipe, socket, device or broken link")
 
 
+def test_a_truncated_tokenizer_is_refused(checkpoint):
+    (checkpoint / "tokenizer.json").write_text('{"model": {"vocab"')
+    refused(checkpoint, "tokenizer.json is not JSON")
+
+
+def test_a_run_is_no_checkpoint(checkpoint, tmp_path):
+    import_checkpoint(checkpoint, tmp_path / "first")
+    with pytest.raises(ValueError, match="first is a run, not a Hugging Face checkpoint"):
+        import_checkpoint(tmp_path / "first", tmp_path / "second")
+
+
 def test_a_pipe_is_not_opened(checkpoint):
     """Reading it would wait forever."""
     os.mkfifo(checkpoint / "generation.json")

@@ -104,15 +104,7 @@ def renamed_full_sr():
     return dataclasses.replace(policy, wgrad=mxjax.Gemm())
 
 
-@pytest.mark.parametrize("policy", ["full_sr", pytest.param("full_rht", marks=pytest.mark.slow)])
-def test_remat_replays_the_random_bits(params, policy):
-    policies = layer_policies(SMALL, "fp32", random_mlp(policy))
-    plain, rematerialized = (
-        gradients(params, policies, remat=remat, dtype=jnp.float32) for remat in ("none", "full")
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, rematerialized)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_unrolled_layers_are_those_of_the_loop(params, remat):
     policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
@@ -227,7 +219,9 @@ def test_a_tied_head_is_the_embedding():
     )
 
 
-@pytest.mark.parametrize("tokens", [2048, 16, 10], ids=lambda n: f"pieces of {n}")
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(2048, marks=pytest.mark.slow), 10], ids="pieces of {}".format
+)
 def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding(tokens, monkeypatch):
     monkeypatch.setattr(loss, "LOSS_TOKENS", tokens)
     config = dataclasses.replace(SMALL, tied=True)

@@ -122,9 +122,16 @@ def test_damaged_checkpoints_say_what_is_wrong(tmp_path, damage, message):
         Reader(folder)
 
 
-def test_pickled_weights_are_refused_with_what_to_do(tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match="safe_serialization=True"):
+@pytest.mark.parametrize(
+    ("name", "what_to_do"),
+    [
+        ("pytorch_model.bin", "safe_serialization=True"),
+        ("model.gguf", "the safetensors that its GGUF was made"),
+    ],
+)
+def test_other_weights_are_refused_with_what_to_do(tmp_path, name, what_to_do):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=what_to_do):
         Reader(tmp_path)
 
 

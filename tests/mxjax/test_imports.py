@@ -1,6 +1,7 @@
 """Imports, read from the syntax trees, lazy ones included: they go one way and without circles."""
 
 import ast
+import functools
 import pathlib
 import sys
 
@@ -37,6 +38,7 @@ def sources() -> dict[str, pathlib.Path]:
 SOURCES = sources()
 
 
+@functools.cache
 def imported(path: pathlib.Path, *, lazy: bool = True) -> set[str]:
     """Returns the names that a file imports: modules, and `module.name` of what it takes from one."""
     tree = ast.parse(path.read_text())
@@ -57,16 +59,19 @@ def module_of(name: str) -> str | None:
     return name or None
 
 
-GRAPH = {
-    module: {m for name in imported(path) if (m := module_of(name)) is not None and m != module}
-    for module, path in SOURCES.items()
-}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """Returns the modules that each module imports; not while tests are collected, which takes a second."""
+    return {
+        module: {m for name in imported(path) if (m := module_of(name)) is not None and m != module}
+        for module, path in SOURCES.items()
+    }
 
 
 def test_modules_are_found():
     assert {"mxjax.products.dot", "mxjax.kernels.quantize.kernel", "models.decoder", "train"} <= set(SOURCES)
-    assert "mxjax.kernels.quantize.quantizer" in GRAPH["mxjax.products.prepare"]  # lazily
-    assert "mxjax.products.multiply" in GRAPH["mxjax.products.linear"]
+    assert "mxjax.kernels.quantize.quantizer" in graph()["mxjax.products.prepare"]  # lazily
+    assert "mxjax.products.multiply" in graph()["mxjax.products.linear"]
 
 
 def test_no_circles():
@@ -75,7 +80,7 @@ def test_no_circles():
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join((*path[path.index(module) :], module))
         if module not in done:
-            for other in sorted(GRAPH[module]):
+            for other in sorted(graph()[module]):
                 visit(other, (*path, module))
             done.add(module)
 
@@ -89,7 +94,7 @@ def room_of(module: str) -> str:
 
 
 def test_rooms_import_those_below():
-    for module, others in GRAPH.items():
+    for module, others in graph().items():
         floor = FLOORS.index(room_of(module))
         for other in others:
             above = FLOORS.index(room_of(other)) > floor
@@ -105,7 +110,7 @@ def test_the_library_needs_jax_numpy_and_jaxtyping_alone():
 
 
 def test_examples_alone_import_an_integration():
-    found = {module for module, others in GRAPH.items() if others & set(INTEGRATIONS)}
+    found = {module for module, others in graph().items() if others & set(INTEGRATIONS)}
     assert {room_of(module) for module in found} == {"examples"}
 
 
@@ -117,6 +122,6 @@ def test_the_kernels_import_triton_and_nothing_else_at_their_top():
 
 
 def test_the_log_of_a_run_is_given_values():
-    for module, others in GRAPH.items():
+    for module, others in graph().items():
         if module.startswith("training.log"):
             assert not {other for other in others if other.startswith("training.run")}, module

@@ -13,6 +13,7 @@ import eval as evaluation_program
 from training.tokenize.tokenize import tokenize
 
 
+@pytest.mark.slow
 def test_changed_data_is_told_by_an_evaluation_and_refused_by_a_resumed_run(tmp_path, capsys):
     data, out = tmp_path / "text.txt", tmp_path / "run"
     data.write_text("one two three four\n" * 300)

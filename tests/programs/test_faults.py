@@ -111,6 +111,7 @@ def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatc
     assert "times the recent median" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys):
     out = tmp_path / "run"
     train(*arguments(text, out, "--steps", "6", "--checkpoint-every", "2"))

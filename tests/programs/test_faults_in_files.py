@@ -112,6 +112,7 @@ def test_a_path_that_cannot_be_a_folder_is_named_in_one_line(text, tmp_path):
     assert str(tmp_path) in error_of("--resume", "--out", tmp_path / ("n" * 300))
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_left_alone(run):
     code = "import pathlib, sys\nfrom training.run.lock import locked\n"
     code += "with locked(pathlib.Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"

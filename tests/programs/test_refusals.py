@@ -70,11 +70,16 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "; did you mean --lr for --learning-rate, --policy fp8 for --fp8?; see",
         ),
         ("per_device_batch_size=4", "; did you mean --batch-size?; see"),
+        ("--context_parallel_size 2", "; did you mean --mesh context=N?; see"),
         ("-lr 1 true", "; did you mean --lr?; see"),
         ("--help=3", "Unrecognized options: --help=3; did you mean --help?; see"),
         ("--zzzzz=3", "Unrecognized options: --zzzzz=3; see"),
         ("--tensorboard=true", "Unrecognized options: true; --tensorboard takes no value; see"),
         ("--tensorboard true --lr 1", "Unrecognized options: true; --tensorboard takes no value; see"),
+        (
+            "--resume a --decay 4 --out b",
+            "--resume takes no value: --resume --out RUN continues a run, --branch",
+        ),
         ("--steps 1 true", "Unrecognized options: true; see"),
         ("--steps 1.5", "Error parsing --steps: invalid literal for int() with base 10: '1.5'; see"),
         ("--remat x", "Expected one of ('none', 'dots', 'fp4', 'full'); see"),
@@ -96,6 +101,11 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "--preset mlperf-llama3.1-8b --eval-batches 5",
             "--eval-sequences 1024 replaces --eval-batches 5: give one of them, for batches beside a preset "
             "--eval-sequences None; see",
+        ),
+        ("--restart-positions --document-mask off", "within documents: leave out --document-mask off; see"),
+        (
+            "--data ~nobody_such/x",
+            "~nobody_such/x: there is no such user; write ./~nobody_such/x",
         ),
         ("--stats-every 301", "--stats-every 301 measures nothing in --steps 300; lower it; see"),
         ("--target-loss -1", "--target-loss must be a positive float32, got -1.0; see"),
@@ -244,8 +254,8 @@ def test_other_scripts_are_names_like_any():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"],
         ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
+        pytest.param(["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"], marks=pytest.mark.slow),
     ],
 )
 def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags, capsys):

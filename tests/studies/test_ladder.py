@@ -107,6 +107,7 @@ def test_the_committed_report_is_what_the_committed_runs_give():
     assert report.PAGE.read_bytes() == page
 
 
+@pytest.mark.slow
 def test_a_changed_number_fails_the_check(tmp_path):
     runs = [run for run in read_runs(report.RUNS) if run["protocol"]["name"] in ("decay", "tuned-60m")]
     page = tmp_path / "study.md"

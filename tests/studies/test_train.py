@@ -230,6 +230,23 @@ def test_limits_that_leave_nothing_to_run_are_refused(tmp_path, flags, message):
         program.run("ladder-60m", out=tmp_path, data="none", eval_data="none", **flags)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run ladder-60m", "Missing from python -m studies.ladder run: --out PATH; see"),
+        ("run ladder-60m --out x --seed 3", "Unrecognized options: --seed, 3; did you mean --seeds?; see"),
+        ("report --chekc", "Unrecognized options: --chekc; did you mean --check?; see"),
+    ],
+)
+def test_wrong_flags_of_the_study_are_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(program.sys, "argv", ["study", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert message in said
+
+
 def test_a_part_of_a_study_is_chosen(tmp_path, monkeypatch):
     chosen = []
     monkeypatch.setattr(program.runner, "run_cells", lambda cells, settings: chosen.append(cells))

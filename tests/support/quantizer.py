@@ -1,6 +1,7 @@
 """The quantizer kernel beside the definitions in `mxjax`, for tests/kernels."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -46,23 +47,29 @@ def draw(key, use: OperandUse) -> OperandUse:
     return use._replace(key=key, signs=signs)
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "size", "operand"))
+def quantize_by_definition(x, signs, key, *, axis, size, operand):
+    """Returns x rotated, if it has a size, and quantized: in one program, which many cases share."""
+    if size is not None:
+        x = mxjax.rotate(x, size, axis=axis, signs=signs)
+    return mxjax.quantize(
+        x,
+        axis=axis,
+        scale_rule=operand.scale_rule,
+        rounding=operand.rounding,
+        block_shape=operand.block_shape,
+        prescale=operand.prescale,
+        key=key if operand.rounding == "stochastic" else None,
+    )
+
+
 def define(x, use: OperandUse):
     """Returns what the definitions make of x: elements [*b, other, length], bytes [*b, other, blocks]."""
     widths = [(0, 0)] * x.ndim
     widths[use.axis] = (0, use.padded(x.shape[use.axis]) - x.shape[use.axis])
     x = jnp.asarray(np.pad(x, widths))  # XLA flushes subnormals of bfloat16 where it pads
-    if use.rotation:
-        x = mxjax.rotate(x, use.rotation.size, axis=use.axis, signs=use.signs)
-    o = use.operand
-    q = mxjax.quantize(
-        x,
-        axis=use.axis,
-        scale_rule=o.scale_rule,
-        rounding=o.rounding,
-        block_shape=o.block_shape,
-        prescale=o.prescale,
-        key=use.key if o.rounding == "stochastic" else None,
-    )
+    o, size = use.operand, use.rotation.size if use.rotation else None
+    q = quantize_by_definition(x, use.signs, use.key, axis=use.axis, size=size, operand=o)
     elements, scales = np.asarray(q.elements), np.asarray(q.scales).view(np.uint8)
     if use.axis == -2:
         elements, scales = elements.swapaxes(-1, -2), scales.swapaxes(-1, -2)

@@ -27,7 +27,7 @@ from training.step import ScheduledStep, init_state, make_train_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 100, 2, 32, 32
 MODEL = dataclasses.replace(get_config("tiny"), vocab_size=VOCABULARY, n_layers=2)
-PUBLISHED = sorted(name for name in mxjax.policies() if name not in ladder())
+PUBLISHED = sorted(mxjax.policies().keys() - ladder().keys())
 GROUPS = list(itertools.batched(PUBLISHED, len(LINEAR_LAYERS)))
 
 
@@ -68,8 +68,14 @@ def train(layers, precision=PrecisionConfig()):  # noqa: B008
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
+        for i, names in enumerate(GROUPS)
+    ],
+    ids=" ".join,
+)
 def test_recipes_train(names):
     rules = [(f"blocks.*.{layer}", name) for layer, name in zip(LINEAR_LAYERS, names, strict=False)]
     losses = train(layer_policies(MODEL, "bf16", rules))

@@ -87,15 +87,19 @@ def compare(
     ("config", "batch_size", "seq_len", "accumulate", "policy", "implementation", "remat"),
     [
         (SMALL, 8, 64, 1, "bf16", "xla", "none"),
-        (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
+        pytest.param(SMALL, 8, 64, 1, "bf16", "xla", "dots", marks=pytest.mark.slow),
         (MIXED, 8, 64, 1, "bf16", "xla", "none"),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
         pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
-        (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
-        (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
-        (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
-        (SMALL, 2, 2048, 1, "bf16", "xla", "full"),
-        (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
+                (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
+                (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
+                (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
+            )
+        ),
     ],
 )
 def test_the_estimate_is_near_what_is_allocated(
@@ -123,6 +127,7 @@ def test_adapters_and_packed_weights_are_counted():
     assert 0.5 < allocated / estimate.total < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_muon_s_moments_and_temporary_arrays_are_counted(moments):
     """The parameters have the moments' type."""

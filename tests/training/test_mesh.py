@@ -243,7 +243,8 @@ def test_the_memory_estimate_is_near_what_a_device_of_a_mesh_allocates():
         assert 0.7 < found["allocated"] / sum(found["estimate"]) < 1.4, found
 
 
-@pytest.mark.parametrize("sixth", [pytest.param(i, marks=SLOW if i == 1 else EXHAUSTIVE) for i in range(6)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sixth", range(6))
 def test_every_shape_of_mesh_and_every_policy_each_in_one_pair_gives_the_losses_of_one_device(sixth):
     shapes = [shape for shape in meshes.SHAPES if shape != (1, 1, 1)]
     assert len(shapes) == 19

@@ -58,6 +58,10 @@ _SYNONYMS = {
     "--log-every": "log-interval logging-steps log-freq log-period",
     "--mesh fsdp=N": "fsdp fsdp-size data-parallel-shard-degree ici-fsdp-parallelism",
     "--mesh data=N": "data-parallel-size data-parallel-replicate-degree ici-data-parallelism",
+    "--mesh context=N": "cp context-parallel context-parallel-size context-parallel-degree "
+    "ici-context-parallelism",
+    "--mesh expert=N": "ep expert-parallel-size expert-model-parallel-size expert-parallel-degree "
+    "ici-expert-parallelism",
     "--mesh tensor=N": "tp tensor-parallel-size tensor-model-parallel-size tensor-parallel-degree "
     "ici-tensor-parallelism",
     "--remat full": "gradient-checkpointing recompute-activations activation-checkpointing",

@@ -14,14 +14,9 @@ if __name__ == "__main__":
 
     prepare_process()  # before the other imports, which take seconds
 
-import functools
-import sys
-from collections.abc import Callable
-
 import jax
-import tyro
 
-from training.command_line import check_lists, flags
+from training.command_line import command_and_flags
 from training.huggingface import PROGRAM
 from training.huggingface.exporting import export_checkpoint
 from training.huggingface.importing import import_checkpoint
@@ -32,27 +27,12 @@ from training.process.start import output_errors, unwinding_signals
 def main() -> None:
     """Runs the command line."""
     jax.config.update("jax_platforms", "cpu")  # the weights need no accelerator
-    commands = {"import": import_checkpoint, "export": export_checkpoint}
-    if (command := commands.get("".join(sys.argv[1:2]))) is not None:
-        check_lists(command, sys.argv, PROGRAM)
-    later = {name: _later(command) for name, command in commands.items()}
-    parse = tyro.extras.subcommand_cli_from_dict
-    run = flags(lambda words: parse(later, args=words, prog=PROGRAM, description=__doc__), program=PROGRAM)
+    run = command_and_flags({"import": import_checkpoint, "export": export_checkpoint}, PROGRAM, __doc__)
     with unwinding_signals(), input_errors():
         start_jax()
         said = run()
     with output_errors():
         print(said)
-
-
-def _later[**P, T](command: Callable[P, T]) -> Callable[P, Callable[[], T]]:
-    """Returns a function with the command's signature that returns a call of it."""
-
-    @functools.wraps(command)
-    def bind(*args: P.args, **kwargs: P.kwargs) -> Callable[[], T]:
-        return functools.partial(command, *args, **kwargs)
-
-    return bind
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import tyro
 
 from models.configs import DecoderConfig, name_of, to_dict
 from models.huggingface.config import read_config
-from models.huggingface.files import Reader, check_files, new_folder, read_json, small_files, write_json
+from models.huggingface.files import Reader, new_folder, read_json, small_files, write_json
 from models.huggingface.packed import PackedReader, layout_of
 from models.huggingface.weights import read_params
 from training.config import Config, DataConfig, PrecisionConfig
@@ -39,8 +39,12 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool 
         nothing that can stay packed.
     """
     source, run = absolute_path(source), absolute_path(run)
-    check_files(source)
+    kept_files = small_files(source)
     raw = read_json(source / "config.json")
+    if "config" in raw and "model_type" not in raw:
+        raise ValueError(
+            f"{source} is a run, not a Hugging Face checkpoint: train.py --init and eval.py take it"
+        )
     layout = layout_of(raw)
     if layout is not None:
         raw.pop("quantization_config")
@@ -51,7 +55,7 @@ def import_checkpoint(source: CheckpointFolder, run: RunFolder, *, packed: bool 
         save_params(folder / "checkpoints", params)
         kept = folder / HUGGINGFACE
         kept.mkdir()
-        for file in small_files(source):
+        for file in kept_files:
             shutil.copyfile(file, kept / file.name)
         if layout is not None:
             write_json(kept / "config.json", raw)

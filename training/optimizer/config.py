@@ -132,10 +132,12 @@ def check_effect(config: OptimizerConfig, steps: int) -> None:
         return
     decay = decay_steps(config, steps)
     if (least := config.warmup_steps + decay) > steps:
-        own = f"--schedule wsd: a decay of {decay} steps, a fifth of the run,"
+        fifth = f"--schedule wsd: a decay of {decay} steps, a fifth of the run,"
+        is_default = config.decay is None
+        own, remedy = (fifth, "--warmup-steps") if is_default else (f"--decay {decay}", "one of them")
         raise ValueError(
-            f"{own if config.decay is None else f'--decay {decay}'} and --warmup-steps {config.warmup_steps} "
-            f"take {least} steps, more than --steps {steps}; lower --warmup-steps"
+            f"{own} and --warmup-steps {config.warmup_steps} take {least} steps, more than --steps {steps}; "
+            f"lower {remedy}"
         )
 
 

@@ -273,7 +273,7 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
     if begun_config(saved if continues else {}) is None and not config.data.data and tokenizer is not None:
         raise ValueError(
             f"{source} has its own tokenizer, and without --data it would train on bytes; take text and "
-            f"{how_to_tokenize(tokenizer)} --append-eod, then add --data PREFIX"
+            f"{how_to_tokenize(tokenizer)}, then add --data PREFIX"
         )
     data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
     return dataclasses.replace(config, model=name, data=data), model

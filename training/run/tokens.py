@@ -72,7 +72,9 @@ def own_tokenizer(run: pathlib.Path) -> pathlib.Path | None:
 def how_to_tokenize(tokenizer: pathlib.Path, text: str = "FILES") -> str:
     """Returns the command that tokenizes text by this tokenizer, in words."""
     files = f"--input {shlex.quote(text)} --tokenizer {shlex.quote(str(tokenizer))}"
-    return f"tokenize it by the same tokenizer: python -m training.tokenize {files} --output PREFIX"
+    return (
+        f"tokenize it by the same tokenizer: python -m training.tokenize {files} --output PREFIX --append-eod"
+    )
 
 
 def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:

@@ -31,17 +31,17 @@ def carried(lhs: KernelOperand, rhs: KernelOperand):
     return carry_operands(lhs.packed, rhs.packed, ("e5m2", "e4m3"), current_target(), grouped=True)
 
 
-def corrected(y, lhs: KernelOperand, rhs: KernelOperand):
+def corrected(y, lhs: KernelOperand, rhs: KernelOperand, in_fp8):
     """Returns what `correct` makes of y, and the factors [batch, m, n] of its elements."""
     from mxjax.kernels.matmul.correct import correct
 
-    got, rows, columns = correct(y, (*lhs.packed, *rhs.packed), *carried(lhs, rhs), current_target())
+    got, rows, columns = correct(y, (*lhs.packed, *rhs.packed), *in_fp8, current_target())
     return got, np.asarray(rows, np.float64)[:, :, None] * np.asarray(columns, np.float64)[:, None, :]
 
 
-def held_product(lhs: KernelOperand, rhs: KernelOperand):
+def held_product(in_fp8):
     """Returns the product of what FP8 holds, in float64."""
-    values = [np.asarray(q.elements, np.float64) for q in carried(lhs, rhs)]
+    values = [np.asarray(q.elements, np.float64) for q in in_fp8]
     return values[0] @ values[1].swapaxes(1, 2)
 
 
@@ -50,14 +50,17 @@ def exact_product(lhs: KernelOperand, rhs: KernelOperand):
     return values[0] @ values[1].swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("blocks", [2, 6, 65])  # of which a word has the flags of 32, 32 and 2 rows
-@pytest.mark.parametrize(("dtype", "below", "bits"), [("bfloat16", 60, 8), ("float32", 90, 24)])
+@pytest.mark.parametrize(  # a word has the flags of 32, 32 and 2 rows of so many blocks
+    ("blocks", "dtype", "below", "bits"),
+    [(2, "bfloat16", 60, 8), (6, "float32", 90, 24), (65, "bfloat16", 60, 8)],
+)
 def test_rows_are_left_where_the_lost_part_is_below_rounding(blocks, dtype, below, bits):
     lhs, rhs = operands(blocks, below)
-    held = jnp.asarray(held_product(lhs, rhs), dtype)
-    for y in (held, 2 * held):  # twice the product would be put right in a row that is recomputed
-        got, factors = corrected(y, lhs, rhs)
-        np.testing.assert_array_equal(got, y)
+    in_fp8 = carried(lhs, rhs)
+    held = jnp.asarray(held_product(in_fp8), dtype)
+    # Twice the product would be put right in a row that is recomputed.
+    got, factors = corrected(2 * held, lhs, rhs, in_fp8)
+    np.testing.assert_array_equal(got, 2 * held)
     error = abs(np.asarray(held, np.float64) * factors - exact_product(lhs, rhs))
     assert np.all(error <= 1.25 * 2.0**-bits * exact_product(lhs, rhs))
 
@@ -67,8 +70,9 @@ def test_a_row_with_an_element_of_little_but_the_lost_part_is_recomputed(dtype):
     """The last column meets zeros, but for lost elements; each of its lost rows is recomputed as a whole."""
     lhs, rhs = operands(6, 60 if dtype == "bfloat16" else 90)
     rhs = KernelOperand(rhs.elements.at[:, -1, : 16 * 5].set(0), rhs.scales)
-    y = jnp.asarray(held_product(lhs, rhs), dtype)
-    got, factors = corrected(y, lhs, rhs)
+    in_fp8 = carried(lhs, rhs)
+    y = jnp.asarray(held_product(in_fp8), dtype)
+    got, factors = corrected(y, lhs, rhs, in_fp8)
     assert not np.any(np.asarray(y)[:, ::2, -1])
     assert np.all(np.asarray(got)[:, ::2, -1])
     np.testing.assert_array_equal(got[:, 1::2], y[:, 1::2])

@@ -80,7 +80,13 @@ def check(case, x, axes):
 SHAPES = [(2, 144, 272), (512, 2048)] if HAS_GPU else [(2, 48, 80)]
 
 
-@pytest.mark.parametrize("case", CASES)
+# Cases of which each code path is in another, too.
+ALIKE = {"to nearest, both", "four over six", "four over six, weights", "eden of single blocks"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in CASES]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_orientations_have_the_definitions_bits(case, shape):
     x = draw_tensor(np.random.default_rng(0), shape, "wide", "bfloat16")
@@ -93,8 +99,7 @@ def test_hoppers_random_bits_in_the_interpreter(case):
     check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
 
 
-@pytest.mark.parametrize("case", ["weights", "eden, H128", "ue5m3"])
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("case", "axis"), [("weights", -2), ("eden, H128", -1), ("ue5m3", -2)])
 def test_special_values_and_any_shape(case, axis):
     check(case, draw_tensor(np.random.default_rng(1), (33, 70), "special", "float32"), (axis,))
 
@@ -104,7 +109,7 @@ def test_tensors_that_have_no_scale_of_their_own(value):
     check("to nearest, both", jnp.zeros((16, 32)).at[3, 5].set(value), (-1, -2))
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("axis", [pytest.param(-1, marks=pytest.mark.slow), -2])
 def test_what_the_forward_pass_left_is_quantized_again_as_defined(axis):
     """By the kernel's operand, K-major and without its tensor scale, in place of the values."""
     x = draw_tensor(np.random.default_rng(2), (64, 128), "wide", "bfloat16")

@@ -85,7 +85,7 @@ def draw_mlp(rng, tokens, d, width, spread=0):
     return jnp.asarray(x, jnp.bfloat16), *(jnp.asarray(w, jnp.float32) for w in weights)
 
 
-@pytest.mark.parametrize("implementation", ["fp8_carriers", "triton"])
+@pytest.mark.parametrize("implementation", ["fp8_carriers", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_gated_mlp_has_the_result_and_the_gradients_of_two_products(on_hopper, monkeypatch, implementation):
     policies = [mxjax.get_policy("wgrad_hadamard"), mxjax.get_policy("wgrad")]
     arrays = draw_mlp(np.random.default_rng(2), (2, 40), 64, 96, spread=2)
@@ -124,6 +124,7 @@ def test_builds_name_what_the_kernels_write(on_hopper, kind):
     assert run_build(computed_build(kind, (200, 160), (_PLAIN, _H16))) == {}
 
 
+@pytest.mark.slow
 def test_a_mapped_mlp_is_two_products_whose_tokens_are_all_quantized_together(on_hopper):
     policies = [mxjax.get_policy("wgrad_hadamard")] * 2
     x, *weights = draw_mlp(np.random.default_rng(3), (2, 48), 64, 32)
@@ -137,6 +138,7 @@ def test_a_mapped_mlp_is_two_products_whose_tokens_are_all_quantized_together(on
         assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_a_mapped_gradient_is_that_of_each(on_hopper):
     policies = [mxjax.get_policy("wgrad_hadamard")] * 2
     x, *weights = draw_mlp(np.random.default_rng(4), (3, 32), 32, 32)
@@ -201,6 +203,7 @@ def test_where_kernels_compute_swiglu(changes, fuses):
         assert (jax.eval_shape(run, *arguments) is not None) == fuses
 
 
+@pytest.mark.slow
 def test_on_one_device_by_hand(on_hopper):
     mesh = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     x, *weights = draw_mlp(np.random.default_rng(5), (32,), 32, 32)

@@ -49,7 +49,9 @@ def test_as_defined(rows, columns, kind):
     )
 
 
-@pytest.mark.parametrize("shape", [(128, 256), (2, 1, 8), (3, 200, 48)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 8), *(pytest.param(s, marks=pytest.mark.slow) for s in ((128, 256), (3, 200, 48)))]
+)
 def test_shapes(shape):
     x = draw_tensor(np.random.default_rng(1), shape, "wide", "bfloat16")
     assert_as_defined(x, ROWS, H16)
@@ -119,6 +121,7 @@ def test_a_part_draws_the_bits_of_its_place():
         np.testing.assert_array_equal(scales[0], np.asarray(y.scales)[1:, rows, columns.start // 4 :])
 
 
+@pytest.mark.slow
 def test_vmap_of_keys():
     x = draw_tensor(np.random.default_rng(10), (2, 48, 40), "normal", "bfloat16")
 
@@ -154,7 +157,7 @@ def test_nothing_to_quantize(shape):
     ]
 
 
-@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.parametrize("order", ["sorted", pytest.param("shuffled", marks=pytest.mark.slow)])
 def test_all_bit_patterns(order):
     """Sorted, each is among the largest of its blocks; shuffled, it is beside any other finite one."""
     patterns = np.arange(2**16, dtype=np.uint16)

@@ -116,6 +116,7 @@ def test_results_and_gradients_are_those_of_a_norm_and_products(on_hopper, monke
         assert np.linalg.norm(fused - apart) <= 2e-3 * np.linalg.norm(apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "shapes"), [(product, [(32, 32)]), (mlp, [(32, 64), (32, 32)])], ids=["product", "mlp"]
 )
@@ -134,6 +135,7 @@ def test_mapped_layers(on_hopper, layer, shapes):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_out", [32, 0])
 def test_on_one_device_by_hand(on_hopper, d_out):
     """Under shard_map the gradients of the scale and of w, which are replicated, are summed."""

@@ -242,6 +242,7 @@ LEAVES = (
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.recursive(LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(NAMES, x, max_size=4))
 )

@@ -178,6 +178,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_on_a_mesh_magnitudes_are_those_of_all_devices():
     assert run_compiled(ON_FOUR, JAX_NUM_CPU_DEVICES="4") == "equal\n"
 

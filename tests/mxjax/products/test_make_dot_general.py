@@ -34,28 +34,6 @@ def test_make_dot_general_in_an_nnx_linear():
     assert_same(nnx_products(layer, layer.kernel, x, w, dy), products(x, w, dy, key, policy=ASSORTED))
 
 
-class KeyedLinear(nnx.Module):
-    """An NNX layer that draws its keys from its own "mxjax" stream, as transformations need."""
-
-    def __init__(self, policy: Policy, rngs: nnx.Rngs):
-        self.policy = policy
-        self.linear = nnx.Linear(48, 56, use_bias=False, rngs=rngs)
-        self.rngs = rngs
-
-    def __call__(self, x):
-        self.linear.dot_general = mxjax.make_dot_general(self.policy, key=lambda: self.rngs.mxjax())
-        return self.linear(x)
-
-
-def test_make_dot_general_draws_keys_in_an_nnx_module():
-    x, w, dy = inputs()
-    layer = KeyedLinear(ASSORTED, nnx.Rngs(params=0, mxjax=1))
-    _, dx, dw = nnx_products(layer, layer.linear.kernel, x, w, dy)
-    first_key = nnx.Rngs(mxjax=1).mxjax()
-    _, *expected = products(x, w, dy, first_key, policy=ASSORTED)
-    assert_same((dx, dw), expected)
-
-
 class KeyedDense(linen.Module):
     """A Linen layer that draws its keys from the "mxjax" stream, and tells which."""
 
@@ -93,16 +71,6 @@ def test_make_dot_general_asks_a_callable_for_a_key_at_every_call():
     for key in keys:
         y = dot_general(x, w, (((1,), (0,)), ((), ())))
         np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
-
-
-def test_make_dot_general_uses_a_given_key_at_every_call():
-    x, w, _ = inputs()
-    key = jax.random.key(3)
-    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=key, implementation="reference")
-    for _ in range(2):
-        y = dot_general(x, w, (((1,), (0,)), ((), ())))
-        expected = mxjax.dot(x, w, policy=RANDOM_FPROP, key=key, implementation="reference")
-        np.testing.assert_array_equal(y, expected)
 
 
 def test_make_dot_general_passes_the_implementation_on():

@@ -209,9 +209,14 @@ def test_gemms_blames_the_gemm_that_is_quantized(name):
     assert large == [name]
 
 
-def test_gemms_takes_leading_axes_and_other_dtypes():
+def in_bfloat16():
+    """Returns x, w and dy, with activations in bfloat16."""
     x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
-    x, dy = (t.astype(jnp.bfloat16) for t in (x, dy))
+    return x.astype(jnp.bfloat16), w, dy.astype(jnp.bfloat16)
+
+
+def test_gemms_takes_leading_axes_and_other_dtypes():
+    x, w, dy = in_bfloat16()
     flat = gemms(x, w, dy, policy="wgrad")
     leading = gemms(x.reshape(4, 10, 48), w, dy.reshape(4, 10, 56), policy="wgrad")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), leading, flat)
@@ -238,8 +243,7 @@ def test_gemms_reports_each_operand_as_it_is_quantized():
 
 
 def test_the_errors_of_gemms_print_as_a_table():
-    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(64, 48), (48, 56), (64, 56)]))
-    errors = stats.gemms(x, w, dy, policy="wgrad")
+    errors = gemms(*in_bfloat16(), policy="wgrad")
     header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in str(errors).splitlines()]
     assert header[1:] == ["SQNR, dB", "relative error", "cosine", "projection", "clipped", "flushed"]
     assert [row[0] for row in rows[:4]] == ["fprop product", "fprop x", "fprop w", "dgrad product"]
@@ -250,7 +254,7 @@ def test_the_errors_of_gemms_print_as_a_table():
 
 
 def test_errors_that_are_no_scalars_print_as_they_are():
-    errors = gemms(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.ones((2, 2)), policy="wgrad")
+    errors = gemms(*in_bfloat16(), policy="wgrad")
     stacked = jax.tree.map(lambda value: value[None], errors)
     assert str(stacked) == repr(stacked)
     assert repr(errors).startswith("DotErrors(fprop=GemmError(product=Error(sqnr_db=")

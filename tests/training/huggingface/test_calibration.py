@@ -60,6 +60,7 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
     assert np.abs(theirs - without).mean() > 10 * np.abs(theirs - ours).mean()
 
 
+@pytest.mark.slow
 def test_inputs_are_calibrated_under_the_mask_of_the_run(run, params, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     set_policy(tmp_path / "run", weight_only(format="nvfp4"))

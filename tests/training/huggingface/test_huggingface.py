@@ -218,7 +218,8 @@ def test_an_import_and_an_export_end_with_a_summary_and_the_next_command(
     config = parse(shlex.split(then.rpartition("train it: python train.py ")[2]))
     assert (config.init, config.optimizer.lr) == (imported, 2e-5)
     tokenizer = f"--tokenizer '{imported}/huggingface/tokenizer.json'"
-    assert (f"python -m training.tokenize --input FILES {tokenizer}" in then) == has_tokenizer
+    command = f"python -m training.tokenize --input FILES {tokenizer} --output PREFIX --append-eod"
+    assert (command in then) == has_tokenizer
     summary, then = lines("export", imported, out, "--quantize", "mxfp4")
     assert summary.startswith(f"exported step 0 as {out}: {sizes}; no Fprop of the run rounds")
     load = f"load it: transformers.AutoModelForCausalLM.from_pretrained('{out}')"

@@ -5,9 +5,7 @@ import struct
 import time
 
 import pytest
-import wandb
 from support import runs
-from wandb.proto.wandb_internal_pb2 import Record
 
 import train as training_program
 from training.command_line import parse
@@ -39,6 +37,10 @@ def read_once(folder):
     The files are LevelDB logs of W&B's records behind 7 bytes: pieces of (checksum, length, type), type 1 for
     a whole record; small ones have no others.
     """
+    from wandb.proto.wandb_internal_pb2 import (
+        Record,
+    )  # takes a second, which only this module's process needs
+
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime_ns):
         data, at, rows = path.read_bytes(), 7, []
@@ -74,6 +76,8 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path):
 
 
 def test_failures_leave_metrics_and_training_alone(tmp_path, monkeypatch, capsys):
+    import wandb
+
     def unreachable(*, mode, **_):
         raise wandb.errors.CommError("no network\nat all")
 

@@ -69,7 +69,10 @@ def test_other_schedules_by_hand(flags, rates):
             "--no-decay head --weight-decay 0",
             "--no-decay leaves parameters out of --weight-decay, which is 0",
         ),
-        ("--schedule wsd --decay 280", "--warmup-steps 30 take 310 steps, more than --steps 300; lower"),
+        (
+            "--schedule wsd --decay 280",
+            "--warmup-steps 30 take 310 steps, more than --steps 300; lower one of them",
+        ),
         (
             "--schedule wsd --steps 36",
             "--schedule wsd: a decay of 7 steps, a fifth of the run, and --warmup-steps 30 take 37 steps, "

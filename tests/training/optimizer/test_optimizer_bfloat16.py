@@ -47,6 +47,7 @@ def draw(seed, like):
     return jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), like)
 
 
+@pytest.mark.slow
 def test_rounded_moments_have_the_mean_of_whole_ones():
     """With Muon, whose state has AdamW's too."""
     whole, rounded = (

@@ -41,8 +41,7 @@ def unstacked(model, params):
                     yield path, index, columns
 
 
-@pytest.mark.parametrize("model", [DENSE, SPARSE])
-@pytest.mark.parametrize("rms", [0.2, None])
+@pytest.mark.parametrize(("model", "rms"), [(DENSE, 0.2), (SPARSE, None)])
 def test_updates_are_those_of_optax_s_muon_by_matrix(model, rms):
     config = OptimizerConfig(
         optimizer="muon", clip=1e9, weight_decay=0.3, consistent_rms=rms, lr=0.5, adam_lr=0.25

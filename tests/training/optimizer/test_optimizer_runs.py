@@ -50,6 +50,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, f
     assert untimed(tmp_path / "resumed")[-2:] == untimed(tmp_path / "whole")[-2:]
 
 
+@pytest.mark.slow
 def test_the_best_step_is_that_of_the_weights_that_are_used(text, tmp_path):
     out = tmp_path / "run"
     run(text, out, *BEST.split())
