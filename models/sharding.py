@@ -3,8 +3,8 @@
 `data`, `expert` and `fsdp` shard a batch, `context` its sequences (`models.context`); `fsdp`, `context` and
 `tensor` shard parameters, gradients and optimizer state, and `expert` those of experts
 (`models.expert_parallel`). Models name the logical axes of their results; XLA's partitioner decides the rest.
-On one device, or without `jax.set_mesh`, nothing here but `run_blocks` changes a program. Below, fsdp means fsdp and context
-together.
+On one device, or without `jax.set_mesh`, nothing here but `run_blocks` changes a program. Below, fsdp means
+fsdp and context together.
 
 The partitioned program of a step (read on 8 virtual devices; `tests/training/test_mesh.py` checks it):
   - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for Fprop and

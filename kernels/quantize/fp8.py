@@ -82,7 +82,7 @@ def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[
         if dtype is not None:
             elements = written.pop(0)
             elements = elements.reshape(*batch, *elements.shape[1:])
-            made[axis] = KernelOperand(elements, None, None, 1 / factors[axis], amax)
+            made[axis] = KernelOperand(elements, None, None, 1 / factors[axis], amax=amax)
     return [made[use.axis] for use in uses]
 
 

@@ -76,7 +76,7 @@ def quantize_fp8_computed(x: Computed, rows: OperandUse, columns: OperandUse) ->
     *elements, maxima = run(*flat, *(jnp.broadcast_to(scale, (v,)) for scale in scales))
     amax = lax.bitcast_convert_type(jnp.max(maxima, initial=0), jnp.float32)
     return [
-        KernelOperand(t.reshape(*batch, *t.shape[1:]), None, None, 1 / scale, amax)
+        KernelOperand(t.reshape(*batch, *t.shape[1:]), None, None, 1 / scale, amax=amax)
         for t, scale in zip(elements, scales, strict=True)
     ]
 

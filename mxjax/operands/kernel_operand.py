@@ -141,4 +141,6 @@ def bfloat16_by_definition(x: Float[Array, "*b r c"], use: OperandUse) -> Kernel
     if not of_runs:
         return KernelOperand(values, None, q.prescale, scale)
     assert scale is not None
-    return KernelOperand(values, None, q.prescale, None, scale if use.axis == -2 else scale.swapaxes(-1, -2))
+    return KernelOperand(
+        values, None, q.prescale, run_scales=scale if use.axis == -2 else scale.swapaxes(-1, -2)
+    )
