@@ -31,7 +31,7 @@ def flags(text, tmp_path):
 
 def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
     out = tmp_path / "run"
-    more = ["--policy", "bf16", "--stats-every", "2", "--accumulate", "2"]  # compiles fastest
+    more = ["--policy", "wgrad", "--stats-every", "2", "--accumulate", "2"]
     program.train(parse([*flags[2:], *more, "--out", str(out)]))
     assert "active" in capsys.readouterr().out
     found = lines(out)
