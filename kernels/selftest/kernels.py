@@ -91,7 +91,7 @@ def _program(build: Build) -> Any:
         num_warps=build.num_warps,
         num_stages=build.num_stages,
         options=build.options,
-        in_place="before" in build.signature,
+        in_place=next(iter(build.signature)) == "before",  # where the first result takes its memory
         **build.constants,
     )
     return jax.jit(call)
