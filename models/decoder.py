@@ -284,7 +284,7 @@ def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
 
 
 class _Common(NamedTuple):
-    """What all blocks share; arguments of `Decoder.hidden`, and `parts` of `models.context`."""
+    """What is the same for all blocks: arguments of `Decoder.hidden`, and rows of a sequence (`parts`)."""
 
     implementation: Implementation | None
     rope: Rope

@@ -9,6 +9,7 @@ from mxjax.kernels.device.philox import random_halves
 
 @triton.constexpr_function
 def is_nvidia(convert):
+    """Whether a kernel's CONVERT names a GPU of NVIDIA."""
     return convert.startswith("sm_")
 
 

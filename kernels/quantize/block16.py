@@ -358,5 +358,5 @@ def _reads(uses: Sequence[OperandUse | None], start: _Start) -> bool:
 
 
 def _before(start: _Start, x, places) -> jax.Array:
-    """Returns what the step before reads, which follows the places of x, or x in its stead."""
+    """Returns the factors or the mean, which follow the places of x. x stands in where there are none."""
     return places[3] if start.before in ("factors", "mean") else x

@@ -86,7 +86,7 @@ def through_quantization(
 def gradient_by_definition(
     gradient: Float32[Array, "*rotated"], x: Float[Array, "*shape"], use: OperandUse, wanted: Operand
 ) -> Float32[Array, "*shape"]:
-    """Returns what `through_quantization` returns, by `jax.numpy`."""
+    """Returns the gradient of x in float32: the definition of `through_quantization`."""
     if wanted.source == "original":
         gradient = rotate_use(gradient, use)
     if use.operand.gradient != "straight_through":
