@@ -149,6 +149,7 @@ def test_a_first_step_without_memory_leaves_nothing_new(text, tmp_path, monkeypa
     assert not had_folder or not list(out.iterdir())
 
 
+@pytest.mark.slow
 def test_a_later_step_without_memory_leaves_what_was_trained(text, tmp_path, monkeypatch):
     whole, failed = tmp_path / "whole", tmp_path / "failed"
     run(text, whole, *RECORDS, "--stop-after", "2")

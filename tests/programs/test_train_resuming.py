@@ -154,6 +154,7 @@ def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
         run(edited, copy, "--policy", "full_sr", "--resume")
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(text, finished, tmp_path, capsys):
     out = tmp_path / "run"
     out.mkdir()

@@ -88,6 +88,7 @@ def test_an_unknown_study_names_those_there_are(tmp_path):
         program.run("grid-1m", out=tmp_path, data="none", eval_data="none")
 
 
+@pytest.mark.slow
 def test_outlier_channels_change_activations_and_no_function():
     model = dataclasses.replace(get_config("tiny"), vocab_size=64)
     params = decoder.init(model, jax.random.key(0))

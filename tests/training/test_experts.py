@@ -29,6 +29,7 @@ def flags(text, tmp_path):
     return [*FLAGS, "--model-config", str(tmp_path / "model.json"), "--data", str(text)]
 
 
+@pytest.mark.slow
 def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
     out = tmp_path / "run"
     more = ["--policy", "wgrad", "--stats-every", "2", "--accumulate", "2"]

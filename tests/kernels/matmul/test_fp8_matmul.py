@@ -245,7 +245,7 @@ def spread(seed: int, shape: tuple[int, ...], group: int, spans: tuple[int, int]
     ("blocks", "span"),
     [
         (3, 40),
-        (34, 100),
+        pytest.param(34, 100, marks=pytest.mark.slow),
         *(
             pytest.param(blocks, span, marks=pytest.mark.exhaustive)
             for blocks in (2, 3, 16, 25, 34, 256)

@@ -52,7 +52,11 @@ def exact_product(lhs: KernelOperand, rhs: KernelOperand):
 
 @pytest.mark.parametrize(  # a word has the flags of 32, 32 and 2 rows of so many blocks
     ("blocks", "dtype", "below", "bits"),
-    [(2, "bfloat16", 60, 8), (6, "float32", 90, 24), (65, "bfloat16", 60, 8)],
+    [
+        (2, "bfloat16", 60, 8),
+        (6, "float32", 90, 24),
+        pytest.param(65, "bfloat16", 60, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_are_left_where_the_lost_part_is_below_rounding(blocks, dtype, below, bits):
     lhs, rhs = operands(blocks, below)

@@ -136,6 +136,7 @@ def test_what_the_forward_pass_left_is_quantized_again_as_defined(name, axis):
     assert_equal(got, on_cpu(define)(x), x.shape[-3 - axis])
 
 
+@pytest.mark.slow
 def test_vmap_gives_each_tensor_its_scale_and_each_key_its_bits():
     x = np.asarray(draw_tensor(np.random.default_rng(3), (2, 32, 128), "wide", "float32"))
     keys = jax.random.split(jax.random.key(9), 2)

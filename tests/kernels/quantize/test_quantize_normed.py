@@ -97,7 +97,9 @@ def weights(*shapes):
 
 
 @pytest.mark.parametrize(
-    ("layer", "shapes"), [(product, [(64, 96)]), (mlp, [(64, 64), (32, 64)])], ids=["product", "mlp"]
+    ("layer", "shapes"),
+    [(product, [(64, 96)]), pytest.param(mlp, [(64, 64), (32, 64)], marks=pytest.mark.slow)],
+    ids=["product", "mlp"],
 )
 def test_results_and_gradients_are_those_of_a_norm_and_products(on_hopper, monkeypatch, layer, shapes):
     arrays = *draw(2, 40, 64), *weights(*shapes)

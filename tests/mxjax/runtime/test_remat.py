@@ -106,6 +106,7 @@ def test_modes_keep_less_in_their_order(params):
     assert sizes[2] < sizes[0] / 2
 
 
+@pytest.mark.slow
 def test_fp4_quantizes_nothing_again(params):
     """Packing shifts codes by four bits: counted in the whole gradient."""
 

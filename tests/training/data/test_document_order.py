@@ -118,6 +118,7 @@ def plain_order(documents, seq_len, seed, num_samples):
     return [stream[k * seq_len : (k + 1) * seq_len + 1] for k in order]
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=200).filter(lambda n: sum(n) > 1),
     seq_len=st.integers(1, 40),

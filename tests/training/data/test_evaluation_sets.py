@@ -61,6 +61,7 @@ def test_a_tokenizer_that_loses_bytes_gives_none(tmp_path):
     assert token_bytes_of(tmp_path / "tokenizer.json", 2) is None
 
 
+@pytest.mark.slow
 def test_sets_have_names_and_the_first_decides(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("one two three four\n" * 300)

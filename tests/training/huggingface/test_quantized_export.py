@@ -99,10 +99,11 @@ def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
 @pytest.mark.parametrize(  # with norms of queries and keys it is Qwen3-MoE, else Mixtral
     ("name", "qk_norm"),
     [
-        ("mxfp4", True),
         ("nvfp4", False),
-        pytest.param("mxfp4", False, marks=pytest.mark.slow),
-        pytest.param("nvfp4", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in (("mxfp4", True), ("mxfp4", False), ("nvfp4", True))
+        ),
     ],
 )
 def test_each_expert_is_packed(qk_norm, name, tmp_path):

@@ -62,6 +62,7 @@ def log(folder, keep_steps, values):
             metrics.write(step=step, **more)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_same_wandb_run(tmp_path):
     layers = {"blocks.0.up": {"fprop": {"sqnr_db": 18.5}}}
     log(tmp_path, 0, [(1, {"loss": 2.5}), (2, {"loss": float("inf"), "policy": "fp8", "layers": layers})])

@@ -41,7 +41,8 @@ def unstacked(model, params):
                     yield path, index, columns
 
 
-@pytest.mark.parametrize(("model", "rms"), [(DENSE, 0.2), pytest.param(SPARSE, None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "rms"), [(DENSE, 0.2), (SPARSE, None)])
 def test_updates_are_those_of_optax_s_muon_by_matrix(model, rms):
     config = OptimizerConfig(
         optimizer="muon", clip=1e9, weight_decay=0.3, consistent_rms=rms, lr=0.5, adam_lr=0.25
