@@ -103,10 +103,17 @@ def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand,
     [
         "fprop_dgrad",
         "nvfp4",
-        "tetrajet_v2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("chmiel_mx", "four_over_six", "quartet2", "averis", "quartet", "ms_fp4")
+            for name in (
+                "tetrajet_v2",
+                "chmiel_mx",
+                "four_over_six",
+                "quartet2",
+                "averis",
+                "quartet",
+                "ms_fp4",
+            )
         ),
     ],
 )

@@ -80,6 +80,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_evidence(text, tm
     assert not any("eval_loss" in r for r in lines(out))
 
 
+@pytest.mark.slow
 def test_a_decay_beyond_all_parameters_is_named_as_the_cause(text, tmp_path):
     with pytest.raises(NonFiniteError, match="lower --weight-decay"):
         run(text, tmp_path / "run", "--policy", "bf16", "--weight-decay", "3e38")
@@ -221,6 +222,7 @@ def test_the_first_step_s_time_is_no_other_s():
     assert report.times_in_words([9.0], 100) == "first step after 9.0 s, 9.0 s in all"
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_that_overfitted_names_its_best_checkpoint(text, tmp_path, monkeypatch, capsys):
     losses = iter([4.0, 3.0, 3.5])
     found = {"eval_perplexity": 1.0, "eval_tokens": 1}

@@ -47,6 +47,7 @@ def take(optimizer, batch=BATCH, params=None, **options):
     return step_of(optimizer, **options)(state, batch, KEY, jnp.float32(1))
 
 
+@pytest.mark.slow
 def test_a_step_writes_the_largest_magnitudes_and_their_scales():
     """Beside those that probes find in a step with scales of one."""
     optimizer = optimizer_of()

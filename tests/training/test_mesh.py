@@ -230,6 +230,7 @@ def test_losses_on_meshes_are_those_of_one_device(shape):
     check_curves([("wgrad_rht", shape)], "wgrad_rht")
 
 
+@pytest.mark.slow
 def test_a_nan_in_one_device_s_part_of_a_gradient_skips_the_step_on_every_mesh():
     steps = [[True, True, True], [False, False, True], [True, True, True]]
     assert [json.loads(line) for line in program("nonfinite")] == [{"steps": steps, "skipped": 1}] * 5

@@ -204,6 +204,7 @@ def test_the_start_prints_the_phases(switched):
     assert "step      4  policy fp8 from here on" in printed
 
 
+@pytest.mark.slow
 def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
     by_step = {r["step"]: r["eval_loss"] for r in untimed(switched) if "eval_loss" in r}
 

@@ -123,6 +123,7 @@ def test_products_in_float32_have_no_error_and_policies_are_each_layer_s_own():
             assert any(side["flushed"] > 0 for side in sides) == quantized
 
 
+@pytest.mark.slow
 def test_no_more_tokens_than_the_limit_are_measured():
     config = DecoderConfig(8, 32, 1, 1, 1, 32, 32, rope_theta=10_000.0)
     policies = layer_policies(config, "bf16")

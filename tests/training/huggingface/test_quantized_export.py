@@ -73,7 +73,7 @@ def test_exported_values_are_those_that_the_fprop_multiplies(params, rhs):
         ("mxfp4", {"scale_rule": "even"}),
         ("quark", {}),
         ("nvfp4", {"format": "nvfp4"}),
-        ("nvfp4", {"format": "nvfp4", "block_shape": (16, 16)}),
+        pytest.param("nvfp4", {"format": "nvfp4", "block_shape": (16, 16)}, marks=pytest.mark.slow),
     ],
 )
 def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
