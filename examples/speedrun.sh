@@ -9,8 +9,9 @@
 #
 # Expect of --tiny, on two CPU cores: 80 s of processor time in all, of which most compiles. The tiny Llama of
 # 1.05 million parameters reads 102,400 tokens of 4.3 million in 100 steps; its validation loss is about 5.4 nats a
-# token, 2.8 bits per byte, and its text nearly noise. Without --tiny, on one H100 or H200, the 125m trains on 197
-# million tokens in 6,000 steps.
+# token, 2.8 bits per byte, and its text nearly noise. Without --tiny, on one H200
+# with 32 cores: 7 minutes, of which 4,000 steps of the 125m on 131 million tokens take 4; 25,000 files with PyTorch's
+# and JAX's among them are 107 million tokens, of which the validation loss is 1.665 nats, 0.646 bits per byte.
 #
 # FOLDER/report.html has the curves, FOLDER/export the model for transformers, with its linear layers in MXFP4.
 set -euo pipefail

@@ -196,8 +196,8 @@ def overfitting(folder: pathlib.Path, losses: Mapping[int, float], last: int, be
 def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:
     """Returns the printed form of step times; the first step compiles."""
     compiling, *later = step_times
-    then = ""
-    if later:
-        median = statistics.median(later)
-        then = f"then {median:.3f} s a step ({tokens_a_step / median:,.0f} tokens/s), "
-    return f"first step after {compiling:.1f} s, {then}{sum(step_times):.1f} s in all"
+    if not later:
+        return f"first step after {compiling:.1f} s"
+    median = statistics.median(later)
+    speed = f"{median:.3f} s a step ({tokens_a_step / median:,.0f} tokens/s)"
+    return f"first step after {compiling:.1f} s, then {speed}; all steps took {sum(step_times):.1f} s"
