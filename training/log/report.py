@@ -17,6 +17,7 @@ from training.config import Config
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
+from training.optimizer.config import decay_steps
 from training.optimizer.deoscillation import parse_deoscillation
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase
@@ -52,6 +53,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             *traffic_text(model, plan.mesh.shape, config.data.tokens_a_step, config.expert_traffic),
             *late_flags(config),
             *low_learning_rate(config),
+            *flat_learning_rate(config),
             *long_sequences(config),
         ]
     )
@@ -88,6 +90,16 @@ def low_learning_rate(config: Config) -> list[str]:
         f"warning: --warmup-steps {warmup} does not end within --steps {steps}: the highest learning rate is "
         f"{highest:.4g}, not --lr {config.optimizer.lr:g}"
     ]
+
+
+def flat_learning_rate(config: Config) -> list[str]:
+    """Returns a line if the cosine ends before the run, as in one that was extended."""
+    optimizer = config.optimizer
+    ends = optimizer.warmup_steps + decay_steps(optimizer, config.steps)
+    if optimizer.schedule != "cosine" or ends >= config.steps:
+        return []
+    lowest = optimizer.lr * optimizer.min_lr_ratio
+    return [f"the cosine ends at step {ends}; the learning rate then stays at {lowest:.4g}"]
 
 
 def long_sequences(config: Config) -> list[str]:
