@@ -14,7 +14,8 @@ import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
-from studies.documents import STYLE, as_csv, insert
+from mxjax.runtime.tables import insert
+from studies.documents import STYLE, as_csv
 from studies.ladder import beside_paper, claims, curves, plots, second_part, tables, token_tables
 from studies.ladder.results import CellResult, Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
