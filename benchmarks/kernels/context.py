@@ -197,11 +197,15 @@ def _own(parts: int, device: int, chunk: int) -> list[slice]:
     return [slice(i * chunk, (i + 1) * chunk) for i in (device, 2 * parts - 1 - device)]
 
 
+def _at(places: list[slice], *arrays: jax.Array) -> list[jax.Array]:
+    return [jnp.concatenate([x[:, place] for place in places], axis=1) for x in arrays]
+
+
 def _attend(parts: int, device: int, q, k, v):
     """Returns the attention of a device's chunks and its logarithms of sums of exp(scores)."""
     chunk = q.shape[1] // 2
-    own = [jnp.concatenate([x[:, s] for s in _own(parts, device, chunk)], axis=1) for x in (k, v)]
-    out, lse = attend_part(q, *own, None, is_causal=True)
+    own_k, own_v = _at(_own(parts, device, chunk), k, v)
+    out, lse = attend_part(q, own_k, own_v, None, is_causal=True)
     for queries, keys in _seen(parts, device, chunk):
         more, more_lse = attend_part(q[:, queries], k[:, keys], v[:, keys], None)
         before = ((0, 0), (queries.start, 0), (0, 0))
@@ -216,8 +220,8 @@ def _gradients(parts: int, device: int, q, k, v, results: Results):
     """Returns the gradients of a device's queries, and its part of those of all keys and values."""
     chunk = q.shape[1] // 2
     places = _own(parts, device, chunk)
-    own = [jnp.concatenate([x[:, s] for s in places], axis=1) for x in (k, v)]
-    dq, *dkv_own = part_gradients(q, *own, None, results, is_causal=True)
+    own_k, own_v = _at(places, k, v)
+    dq, *dkv_own = part_gradients(q, own_k, own_v, None, results, is_causal=True)
     dkv = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
     for i, place in enumerate(places):
         part = slice(i * chunk, (i + 1) * chunk)
