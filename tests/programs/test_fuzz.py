@@ -36,7 +36,7 @@ from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
 from training.phases import Phase, from_record, to_record
 from training.run.record import FILE, documents_of_run, from_json, model_of, read_run_config, to_json
 from training.tokenize.documents import Documents
-from training.tokenize.train_tokenizer import train_tokenizer
+from training.tokenize.tokenize import train_tokenizer
 
 pytestmark = pytest.mark.slow
 
