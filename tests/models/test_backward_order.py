@@ -6,8 +6,13 @@ import pytest
 from support.programs import on_devices
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("fsdp=2", "bf16"), ("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("fsdp=2", "bf16"), marks=pytest.mark.slow),
+        pytest.param(("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied"), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_gradients_are_those_of_the_loop(arguments):
     """The order changes no gradient, and is there: a tie each for `gate_up`, `qkv` above, and the head."""
     # On some processors XLA fuses products by YNNPACK, in a loop otherwise than unrolled.

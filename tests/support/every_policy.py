@@ -24,7 +24,7 @@ from support.llamas import SMALL, layer_policies
 from support.programs import lower_dot, targets_of
 from training.optimizer.delayed import is_delayed
 
-IMPLEMENTATIONS = ("reference", "xla", "fp8_carriers", "scaled_dot", "triton", None)
+IMPLEMENTATIONS = ("xla", "fp8_carriers", "scaled_dot", "triton", None)
 
 
 def lower_llama(target: Target, policy: str, implementation: str | None) -> str:

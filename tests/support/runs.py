@@ -1,6 +1,7 @@
 """Small runs of train.py in the tests' process, and what they leave."""
 
 import json
+import socket
 
 import jax
 import numpy as np
@@ -31,6 +32,13 @@ def error_of(*arguments, program=training_program.main):
     assert isinstance(ended.value.code, str)  # so that the status is 1
     assert "\n" not in ended.value.code
     return ended.value.code
+
+
+def free_address() -> str:
+    """Returns an address of this machine at which nothing listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{unused.getsockname()[1]}"
 
 
 def lines(out):

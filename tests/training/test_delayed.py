@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.llamas import SMALL, layer_policies
+from support.runs import LAYERS as LAYERS_OF_RUNS
 from support.runs import lines, resume, run, untimed, weights
 
 from eval import EvalConfig, evaluate
@@ -129,14 +130,8 @@ def test_layers_without_histories_are_refused(model, rules, message):
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(text, tmp_path):
     """On its way from bfloat16 to delayed scales and to current ones, in parts; and it is evaluated."""
-    flags = (
-        "--policy",
-        "bf16; fp8_delayed from 2; fp8 from 6",
-        "--accumulate",
-        "2",
-        "--eval-every",
-        "2",
-    )
+    flags = ("--policy", "bf16; fp8_delayed from 2; fp8 from 6", "--layers", *LAYERS_OF_RUNS)
+    flags += ("--accumulate", "2", "--eval-every", "2")
     run(text, tmp_path / "whole", *flags)
     run(text, tmp_path / "resumed", *flags, "--stop-after", "4")
     with (tmp_path / "resumed" / "metrics.jsonl").open("a") as file:  # a step that was not saved when it died
@@ -144,6 +139,7 @@ def test_a_killed_run_resumes_to_the_same_bits(text, tmp_path):
     resume(tmp_path / "resumed")
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "resumed"), weights(tmp_path / "whole"))
     assert untimed(tmp_path / "resumed") == untimed(tmp_path / "whole")
+    delayed = EvalConfig(tmp_path / "whole", policy="fp8_delayed", layers=LAYERS_OF_RUNS)
     found = evaluate(EvalConfig(tmp_path / "whole"))
     assert found["eval_loss"] == lines(tmp_path / "whole")[-1]["eval_loss"]
-    assert evaluate(EvalConfig(tmp_path / "whole", policy="fp8_delayed"))["eval_loss"] == found["eval_loss"]
+    assert evaluate(delayed)["eval_loss"] == found["eval_loss"]

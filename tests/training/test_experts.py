@@ -16,9 +16,9 @@ from training.command_line import parse
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERTS = {"n": 4, "active": 2, "balance_loss": 0.01, "balance_rate": 1e-3, "shared": 1}
-MODEL = {"d_model": 64, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ff": 32}
-MODEL |= {"windows": [8, 0, 0], "sinks": True, "qk_norm": True, "qkv_bias": True, "experts": EXPERTS}
-MODEL |= {"dense_d_ff": [0, 48, 0]}
+MODEL = {"d_model": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ff": 32}
+MODEL |= {"windows": [8, 0], "sinks": True, "qk_norm": True, "qkv_bias": True, "experts": EXPERTS}
+MODEL |= {"dense_d_ff": [0, 48]}
 FLAGS = ["--policy", "wgrad_rht", "--batch-size", "4", "--seq-len", "32", "--eval-batches", "1"]
 FLAGS += ["--warmup-steps", "1", "--steps", "4", "--log-every", "1"]
 
@@ -44,11 +44,11 @@ def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
         assert 0 <= record["load_min"] <= 1 <= record["load_max"] <= 2
         assert 0 < record["router_entropy"] <= np.log(4) + 1e-6
     layers = next(record["layers"] for record in found if "layers" in record)
-    linear = {f"blocks.{i}.attention.{name}" for i in range(3) for name in ("qkv", "out")}
+    linear = {f"blocks.{i}.attention.{name}" for i in range(2) for name in ("qkv", "out")}
     linear |= {f"blocks.1.mlp.{name}" for name in ("gate_up", "down")}
-    assert set(layers) == linear | {f"blocks.{i}.mlp.router" for i in (0, 2)}
+    assert set(layers) == linear | {"blocks.0.mlp.router"}
     assert all(10 < layers[name]["wgrad"]["sqnr_db"] < 30 for name in linear)
-    assert sum(layers["blocks.2.mlp.router"]["load"].values()) == pytest.approx(2)
+    assert sum(layers["blocks.0.mlp.router"]["load"].values()) == pytest.approx(2)
     assert np.any(weights(out)[1]["params"]["blocks"]["mlp"]["balance_bias"])
     for name in ("loss", "grad_norm", "lr", "eval_loss", "router_entropy"):
         expected = [(record["step"], pytest.approx(record[name])) for record in found if name in record]

@@ -340,10 +340,7 @@ def records(out):
 @pytest.mark.slow
 def test_two_processes_train_as_one_device_does_which_goes_on_and_exports(text, tmp_path):
     """By train.py, two devices each. The mesh fills the default model's 257 tokens up to 258, in bfloat16."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    together = {"JAX_COORDINATOR_ADDRESS": runs.free_address(), "JAX_NUM_PROCESSES": "2"}
     out, whole = tmp_path / "two", tmp_path / "whole"
     flags = [*SMALL, "--data", str(text), "--mllog", "--out"]
     mesh = "--distributed", "--mesh", "fsdp=2,tensor=2", "--stop-after", "2"

@@ -155,7 +155,7 @@ def test_vmap_gives_each_tensor_its_scale_and_each_key_its_bits():
 
 @pytest.mark.parametrize(
     ("case", "n"),
-    [("four over six, stochastic", 32), pytest.param("eden, H128", 128, marks=pytest.mark.slow)],
+    [("four over six, stochastic", 32), pytest.param("eden, H128", 128, marks=pytest.mark.exhaustive)],
 )
 def test_a_part_draws_the_bits_of_its_place_in_the_whole(case, n):
     whole = jax.random.normal(jax.random.key(0), (2, 2 * n, 2 * n))
