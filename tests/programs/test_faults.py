@@ -9,7 +9,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.runs import untimed, weights
+from support.runs import free_address, untimed, weights
 
 import train as training_program
 from training import trainer as programs
@@ -243,7 +242,7 @@ except (ValueError, ProcessError) as error:
 )
 IMPORTS = """
 import json, pathlib, shutil, sys, time, jax, numpy as np, optax
-jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 from training.run import checksums
 from training.run.checkpoints import CheckpointError, Checkpoints
 from training.run.checksums import set_aside_damaged
@@ -255,10 +254,8 @@ from training.step import init_state
 
 def two_processes(program, *further):
     """Starts a program as two processes that know of each other."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = str(unused.getsockname()[1])
-    commands = [[sys.executable, "-c", IMPORTS + program, port, str(i), *further] for i in range(2)]
+    address = free_address()
+    commands = [[sys.executable, "-c", IMPORTS + program, address, str(i), *further] for i in range(2)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     return [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for command in commands]
@@ -325,7 +322,7 @@ def wait_for(process, condition):
 
 @pytest.mark.parametrize(
     ("kills", "steps"),
-    [pytest.param(5, "60", marks=pytest.mark.slow), pytest.param(20, "160", marks=pytest.mark.exhaustive)],
+    [pytest.param(4, "48", marks=pytest.mark.slow), pytest.param(20, "160", marks=pytest.mark.exhaustive)],
 )
 def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills, steps):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""

@@ -2,13 +2,13 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
 
 import jax
 import pytest
+from support.runs import free_address
 
 from training.command_line import FlagError
 from training.process import failure
@@ -38,10 +38,8 @@ runpy.run_path("train.py", run_name="__main__")
 
 def start(tmp_path, bad: int, error: str):
     """Starts train.py as two processes, one of which raises an error before the fourth step."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "BAD": str(bad)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": free_address()}
+    environment["BAD"] = str(bad)
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which would take longer than the steps
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", PROGRAM.replace("{error}", error), "--distributed", *FLAGS.split()]

@@ -2,11 +2,11 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
+from support.runs import free_address
 
 from training.run.setup import check_same
 
@@ -31,10 +31,7 @@ def test_a_long_list_of_differences_is_cut():
 
 def start_pair(*of_each):
     """Starts train.py as two processes, each with a folder to run in and further flags."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": free_address()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
         subprocess.Popen(
