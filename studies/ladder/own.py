@@ -23,8 +23,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis import statistics as token_ratios
-from analysis.statistics import paired_difference
+from analysis.statistics import effective_multiple, paired_difference
 from models import decoder
 from models.configs import CONFIGS
 from models.received import read_object
@@ -278,5 +277,5 @@ def _row(cell: CellResult, base: CellResult, lengths: Mapping[float, Mapping[int
     if is_constant(base):
         tokens = reached_later(cell, base)
     else:
-        tokens = overhead_with_interval(token_ratios.effective_multiple(cell.losses, lengths))
+        tokens = overhead_with_interval(effective_multiple(cell.losses, lengths))
     return [*row, number(difference.mean, "+.4f"), interval(difference.low, difference.high), tokens]

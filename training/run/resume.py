@@ -19,7 +19,7 @@ from training.data.text import TextCorpus
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
-from training.run.record import FILE, from_json, read_run_config
+from training.run.record import CONFIG, from_json, read_run_config
 
 # A resumed run may change these and stay the same run. Data may lie elsewhere; `check_resumable` checks
 # it.
@@ -90,7 +90,7 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
 
 def begun_run(folder: pathlib.Path) -> Config | None:
     """Returns the configuration of the run in a folder; None without a run, or if it has not begun."""
-    return begun_config(read_run_config(folder) if (folder / FILE).exists() else {})
+    return begun_config(read_run_config(folder) if (folder / CONFIG).exists() else {})
 
 
 def begun_config(saved: Mapping[str, Any]) -> Config | None:
@@ -103,7 +103,7 @@ def begun_config(saved: Mapping[str, Any]) -> Config | None:
 
 def read_run_to_resume(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the config.json of the run that --resume names; raises ValueError if there is none."""
-    if not (folder / FILE).exists():
+    if not (folder / CONFIG).exists():
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
     return read_run_config(folder)
 
