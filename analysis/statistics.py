@@ -8,7 +8,6 @@ under full decay, the baseline trained for several lengths maps a final loss to 
 needs for it.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -105,21 +104,10 @@ def detectable(sd: float, n: int) -> float:
     """
     if n < 2 or math.isnan(sd):
         return math.nan
-    return _noncentrality(n - 1) * sd / math.sqrt(n)
-
-
-@functools.cache
-def _noncentrality(freedom: int) -> float:
-    """Returns the mean, in standard errors, that a two-sided t-test at 5 % finds with POWER."""
     from scipy import special
 
-    critical = float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
-    low, high = 0.0, 100.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        found = 1 - float(special.nctdtr(freedom, middle, critical))
-        low, high = (middle, high) if found < POWER else (low, middle)
-    return high
+    critical = special.stdtrit(n - 1, (1 + CONFIDENCE) / 2)
+    return float(special.nctdtrinc(n - 1, 1 - POWER, critical)) * sd / math.sqrt(n)
 
 
 def has_diverged(final_loss: float, evaluations: Sequence[tuple[float, float]]) -> bool:

@@ -43,7 +43,7 @@ def with_interval(e: Estimate, form: str) -> str:
 
 
 def beside(cell: CellResult, base: CellResult | None) -> list[object]:
-    """Returns a cell's label, runs, diverged runs and mean loss, and its difference to `base` with the interval."""
+    """Returns a cell's label, runs, diverged runs, mean loss, and difference to `base` with the interval."""
     losses, difference = list(cell.losses.values()), ["-", "-"]
     if base is not None and base is not cell:
         d = paired_difference(cell.losses, base.losses)

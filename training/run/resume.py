@@ -51,7 +51,7 @@ _ORIGIN = ("init", "branch")  # of the run that a branch leaves
 
 
 class Branch(NamedTuple):
-    """Where a run goes on from another one: its folder, and the step of its checkpoint."""
+    """The place where a run continues another one: its folder, and the step of its checkpoint."""
 
     folder: pathlib.Path
     step: int
