@@ -69,6 +69,13 @@ def test_links_lead_to_files(path):
     assert not [link for link in local if not (path.parent / link).exists()]
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_follow_the_head_of_their_table(path):
+    """A blank line ends a table, and rows after it are shown as text."""
+    for block in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.MULTILINE):
+        assert re.fullmatch(r"\|[-:| ]+\|", block.splitlines()[1]), block.splitlines()[0]
+
+
 def is_of_precision(word: str) -> bool:
     return word.partition("=")[0] in PRECISION
 
