@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kernels import attention, dot, quantize, ragged
 from mxjax.kernels.selftest import tune_gemm
-from mxjax.kernels.selftest.timing import Timing, measure
+from mxjax.kernels.selftest.measured import Timing, measure
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
