@@ -8,7 +8,6 @@ under full decay, the baseline trained for several lengths maps a final loss to 
 needs for it.
 """
 
-import bisect
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -122,13 +121,6 @@ def _noncentrality(freedom: int, power: float) -> float:
         found = 1 - float(special.nctdtr(freedom, middle, critical))
         low, high = (middle, high) if found < power else (low, middle)
     return high
-
-
-def seeds_needed(sd: float, difference: float, most: int = 1000) -> int | None:
-    """Returns the smallest number of pairs for which `difference` is detectable; None above `most`."""
-    counts = range(2, most + 1)
-    i = bisect.bisect_left(counts, True, key=lambda n: detectable(sd, n) <= difference)
-    return counts[i] if i < len(counts) else None
 
 
 def has_diverged(final_loss: float, evaluations: Sequence[tuple[float, float]]) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 
 from models import decoder
 from models.configs import get_config
-from mxjax.kernels.selftest.timing import measure
+from mxjax.kernels.selftest.measured import measure
 from mxjax.products.implementations import check_remat, choose_implementation
 from mxjax.recipes import get_policy
 from mxjax.runtime.tables import table

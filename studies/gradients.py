@@ -25,8 +25,7 @@ from matplotlib.figure import Figure
 
 import mxjax
 from mxjax.runtime.checkout import commit
-from mxjax.runtime.tables import table
-from studies.documents import insert
+from mxjax.runtime.tables import insert, table
 
 WIDTH, HEADS, BLOCKS, BATCH, TIME = 128, 4, 2, 16, 64
 LAYERS = ("query", "key", "value", "out", "up", "down")

@@ -30,8 +30,7 @@ from mxjax.kernels.attention import aiter, launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from mxjax.runtime.devices import Target, current_target
-from mxjax.runtime.tables import table
-from studies.documents import insert
+from mxjax.runtime.tables import insert, table
 
 REPEATS = 3  # runs that must have the same bits
 LARGEST_ERROR = 0.02

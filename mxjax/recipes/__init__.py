@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 
 from mxjax.numerics.formats import FORMATS
 from mxjax.policy.policy import OPERANDS, Policy
-from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.nvfp4 import nvfp4
-from mxjax.recipes.published import amazon, published
+from mxjax.recipes.published import amazon, estimators, published
 from mxjax.recipes.whole_runs import RECIPES
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import tyro
 
 from analysis.statistics import paired_difference
-from mxjax.runtime.tables import table
-from studies.documents import insert
+from mxjax.runtime.tables import insert, table
 from studies.ladder.report import RESULTS
 from studies.ladder.results import CellResult, Run, baseline, by_group, gather, read_runs
 from studies.ladder.tables import interval, number

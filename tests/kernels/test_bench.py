@@ -13,7 +13,7 @@ import pytest
 from benchmarks.kernels import attention, context, dot, quantize, ragged
 from models.partial_attention import Results
 from mxjax.kernels.selftest import tune_gemm
-from mxjax.kernels.selftest.timing import Timing, measure
+from mxjax.kernels.selftest.measured import Timing, measure
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 

@@ -12,8 +12,7 @@ from training.config import DataConfig
 from training.data.evaluation_sets import EvaluationSet, bytes_of_targets
 from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation, parse_blend
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, TextCorpus, evaluation_batches, load_text
-from training.data.token_bytes import TokenBytes, token_bytes_of
-from training.data.tokenizer import tokenizer_path
+from training.data.tokenizer import TokenBytes, token_bytes_of, tokenizer_path
 
 Tokens = Integer[np.ndarray, " n"]
 

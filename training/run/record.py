@@ -14,7 +14,7 @@ from models.documents import Documents
 from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
-from training.config import Config, DataConfig, MLPerfConfig, ObserveConfig, OptimizerConfig, PrecisionConfig
+from training.config import Config
 from training.files import write_atomically
 
 FILE = "config.json"
@@ -42,29 +42,7 @@ def from_json(raw: dict[str, Any]) -> Config:
       ValueError: `raw` is no configuration, or one of another version.
     """
     try:
-        precision = raw["precision"] | {name: _tuple(raw["precision"][name]) for name in ("layers", "set")}
-        if isinstance(precision["policy"], dict):
-            precision["policy"] = _policy(precision["policy"])
-        held_out = raw["data"]["eval_data"]
-        if held_out is None or isinstance(held_out, str):  # of an older version
-            held_out = [held_out] if held_out else []
-        data = raw["data"] | {"data": _tuple(raw["data"]["data"]), "eval_data": _tuple(held_out)}
-        config = Config(
-            **raw
-            | {
-                "precision": PrecisionConfig(**precision),
-                "data": DataConfig(**data),
-                "optimizer": OptimizerConfig(**raw["optimizer"]),
-                "mlperf": MLPerfConfig(**raw["mlperf"]),
-                "observe": ObserveConfig(**raw["observe"]),
-                "out": _path(raw["out"]),
-                "init": _path(raw["init"]),
-                "branch": _path(raw.get("branch")),
-                "model_config": _path(raw["model_config"]),
-            }
-        )
-        _check_types(config)
-        return config
+        return _from_fields(Config, raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{FILE} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
@@ -154,15 +132,26 @@ def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:
     write_atomically(folder / FILE, json.dumps(values, indent=2) + "\n")
 
 
-def _check_types(config: Any) -> None:
-    """Raises TypeError unless the fields of a dataclass, and those of its fields, have their types."""
-    hints = typing.get_type_hints(type(config))
-    for name in (field.name for field in dataclasses.fields(config)):
-        value, hint = getattr(config, name), hints[name]
-        if dataclasses.is_dataclass(value) and not isinstance(value, Policy):
-            _check_types(value)
-        elif not _is_instance(value, hint):
-            raise TypeError(f"{name} is {value!r}")
+def _from_fields(cls: type, raw: dict[str, Any]) -> Any:
+    """Returns a dataclass from its fields as JSON has them, without which single ones have their defaults."""
+    hints = typing.get_type_hints(cls)
+    parts = [name for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
+    return cls(**{name: _value(name, hints[name], raw[name]) for name in (*parts, *raw)})
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """Returns the value of a field from that of JSON; raises TypeError unless it is of the field's type."""
+    kinds = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _from_fields(typing.cast(type, hint), value)
+    if Policy in kinds and isinstance(value, dict):
+        return _policy(value)
+    if pathlib.Path in kinds and isinstance(value, str):
+        return pathlib.Path(value)
+    value = tuple(value) if isinstance(value, list) else value
+    if not _is_instance(value, hint):
+        raise TypeError(f"{name} is {value!r:.60}")
+    return value
 
 
 def _is_instance(value: Any, hint: Any) -> bool:
@@ -177,13 +166,3 @@ def _is_instance(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) and hint is not bool:
         return False
     return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _tuple(value: Any) -> tuple:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.60} is no list")
-    return tuple(value)
-
-
-def _path(value: str | None) -> pathlib.Path | None:
-    return None if value is None else pathlib.Path(value)

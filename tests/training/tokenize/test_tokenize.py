@@ -16,8 +16,7 @@ from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
 from training.tokenize.plan import TokenizeConfig
-from training.tokenize.tokenize import advice, main, summary, tokenize
-from training.tokenize.train_tokenizer import train_tokenizer
+from training.tokenize.tokenize import advice, main, summary, tokenize, train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 ROOT = pathlib.Path(__file__).parents[3]
