@@ -235,6 +235,11 @@ def test_no_two_names_mean_the_same_policy():
     assert len(set(mxjax.policies().values())) == len(mxjax.policies())
 
 
+def test_a_file_is_no_name():
+    with pytest.raises(ValueError, match=r"it is a file; read it by mxjax\.policy_from_json"):
+        mxjax.get_policy("own.json")
+
+
 def test_a_format_is_no_policy():
     with pytest.raises(
         ValueError,
