@@ -73,7 +73,8 @@ def test_zeros_and_no_tokens_give_zeros():
     assert not np.any(add_rows(tokens[:0], dy[:0], ROWS))
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_model_on_a_gpu_has_the_gradients_of_one_on_a_cpu(monkeypatch, tied):
     config = dataclasses.replace(SMALL, tied=tied)
     params = decoder.init(config, jax.random.key(0))

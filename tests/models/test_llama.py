@@ -157,7 +157,7 @@ def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
         return decoder.mean_loss(SMALL, p, batch, policies=policies)
 
     (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
-    for tokens in (1000, 20, 16, 10, 1):  # whole, and in pieces with and without a remainder
+    for tokens in (1000, 20, 16):  # whole, and in pieces with and without a remainder
         monkeypatch.setattr("models.loss.LOSS_TOKENS", tokens)
         (_, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -170,6 +170,7 @@ def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
                 assert difference <= 0.01 * jnp.linalg.norm(wanted)  # bfloat16 products of fewer tokens
 
 
+@pytest.mark.slow
 def test_layers_draw_different_bits(params):
     """With the same weights in every block, blocks differ only by their bits."""
     same = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), params["blocks"])

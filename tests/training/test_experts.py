@@ -58,7 +58,7 @@ def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
     assert scalars(out, "blocks.1.mlp.down/wgrad/sqnr_db") == sqnr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_bit_for_bit(tmp_path, flags):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     program.train(parse([*flags, "--out", str(whole)]))

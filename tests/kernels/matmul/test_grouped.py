@@ -179,7 +179,8 @@ def test_one_program_takes_any_sizes():
         assert_same(found, products(x, w, dy, jnp.array(sizes), **options | {"implementation": "xla"}))
 
 
-@pytest.mark.parametrize("rotation", [pytest.param(None, marks=pytest.mark.slow), Rotation(16)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rotation", [None, Rotation(16)])
 def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
     """As it quantizes a copy that is filled up; what no expert has is zero, though it is NaN."""
     rng = np.random.default_rng(4)

@@ -117,8 +117,9 @@ def test_tensors_that_have_no_scale_of_their_own(value):
     check("to nearest, both", jnp.zeros((16, 32)).at[3, 5].set(value), (-1, -2))
 
 
-@pytest.mark.parametrize("axis", [pytest.param(-1, marks=pytest.mark.slow), -2])
-@pytest.mark.parametrize("name", ["quartet2", pytest.param("tetrajet_v2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", ["quartet2", "tetrajet_v2"])
 def test_what_the_forward_pass_left_is_quantized_again_as_defined(name, axis):
     """By the kernel's operand, K-major and without its tensor scale, in place of the values."""
     shape = (64, 128) if name == "quartet2" else (288, 160)

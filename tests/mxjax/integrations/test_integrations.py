@@ -170,6 +170,7 @@ def haliax_model():
     return model, hax.named(X, ("batch", "token", width))
 
 
+@pytest.mark.slow
 def test_a_haliax_model_has_the_products_of_dot(haliax_model):
     from mxjax.integrations.haliax import quantize_linear_layers
 

@@ -114,6 +114,7 @@ def test_a_gradient_is_rotated_back_and_masked_in_the_rotated_space():
         np.testing.assert_allclose(ours, e, rtol=1e-5, atol=1e-5 * np.abs(e).max())
 
 
+@pytest.mark.slow
 def test_packed_operands_are_not_kept_where_the_gradient_needs_the_tensor():
     """Dgrad and Wgrad may run on packed operands though the Fprop's estimate reads x and w."""
     operand = Operand(gradient="clipped")
@@ -124,6 +125,7 @@ def test_packed_operands_are_not_kept_where_the_gradient_needs_the_tensor():
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_packed_operands_give_the_products_of_the_definition():
     key = jax.random.key(0)
     for name, ours, expected in zip(

@@ -24,6 +24,7 @@ from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_tree
 from training.run.frozen import frozen_shapes
 
+pytestmark = pytest.mark.slow
 FLAGS = "--lora 4 --policy weight_only --lr 1e-2 --batch-size 4 --seq-len 32 --eval-batches 2"
 
 
@@ -93,7 +94,6 @@ def test_the_next_command_of_a_packed_import_trains_adapters(base):
     assert (config.init, config.lora, config.optimizer.lr) == (base / "packed", 16, 1e-4)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_the_same_adapters(base, text, tuned, tmp_path):
     """Bit for bit, and without the run that it began with."""
     shutil.copytree(base / "packed", tmp_path / "packed")
