@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.compare.runs import Group, same_but_for_length
+from analysis.runs import RecordedRun
 from analysis.statistics import (
     DIVERGED,
     SHARE,
@@ -53,7 +54,9 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
                 "at": at,
                 "loss": t_interval(list(own.values())).mean,
                 "sd": standard_deviation(list(own.values())),
-                "train_loss": t_interval([run.last_train_loss(at) for run in good[group.name]]).mean,
+                "train_loss": t_interval(
+                    [run.last_mean("loss", at) or math.nan for run in good[group.name]]
+                ).mean,
                 "difference": d.mean,
                 "low": d.low,
                 "high": d.high,
@@ -65,6 +68,11 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
     for row, p in zip(found, holm([row["p"] for row in found]), strict=True):
         row["p"] = p
     return [{key: None if _is_nan(value) else value for key, value in row.items()} for row in found]
+
+
+def _last_loss(run: RecordedRun, at: int | None) -> float:
+    found = run.last_mean("loss", at)
+    return math.nan if found is None else found
 
 
 def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> str:
