@@ -46,7 +46,8 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
         corpus = _with_validation(corpus, config.seq_len + 1)
     if config.vocab_size is not None and config.vocab_size < VOCAB_SIZE:
         raise ValueError(
-            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
+            f"text is read as {VOCAB_SIZE} ids, 256 bytes and the end of a document, and the model has "
+            f"{config.vocab_size}; raise --vocab-size, or tokenize the text by the model's own tokenizer"
         )
     return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
 

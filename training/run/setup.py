@@ -27,7 +27,7 @@ from models.lora import BYTES_PACKED
 from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from mxjax.runtime.checkout import commit
-from training.config import Config, DataConfig, OptimizerConfig, by_flag
+from training.config import Config, DataConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
@@ -35,7 +35,7 @@ from training.files import HUGGINGFACE, temporary_path
 from training.log.mlperf import settings_of
 from training.log.sinks import check_tensorboard, check_wandb
 from training.memory import gib, memory_there_is
-from training.optimizer.config import bytes_a_parameter
+from training.optimizer.config import DefaultRate, bytes_a_parameter
 from training.optimizer.delayed import check_delayed
 from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
@@ -281,7 +281,7 @@ def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> N
     """Raises ValueError if imported weights would train at the default rate, which is one from scratch."""
     source = folder if saved else config.init
     begins = source is not None and begun_config(saved) is None and (source / HUGGINGFACE).exists()
-    if begins and config.optimizer.lr == OptimizerConfig.lr:
+    if begins and isinstance(config.optimizer.lr, DefaultRate):
         raise ValueError(
             f"--lr {config.optimizer.lr:g}, the default, is for training from scratch and ruins the imported "
             f"weights of {source}; add --lr, for example --lr 2e-5"
