@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from analysis.compare.losses import number
 from analysis.compare.runs import Group
 from analysis.records import decibels, kinds_of, mean_sqnr
 from analysis.runs import LAST
@@ -65,8 +66,8 @@ def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         [
             row["group"],
-            _number(row["grad_norm"]),
-            _number(row["largest_grad_norm"]),
+            number(row["grad_norm"]),
+            number(row["largest_grad_norm"]),
             str(sum(map(len, row["spikes"].values()))),
         ]
         for row in found
@@ -97,8 +98,4 @@ def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _evaluated(row: dict[str, Any], sets: Sequence[str]) -> list[str]:
-    return [_number(row["eval_sets"].get(name, {}).get(key)) for name in sets for key in ("eval_loss", _BITS)]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return [number(row["eval_sets"].get(name, {}).get(key)) for name in sets for key in ("eval_loss", _BITS)]

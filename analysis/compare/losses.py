@@ -75,12 +75,13 @@ def _last_loss(run: RecordedRun, at: int | None) -> float:
     return math.nan if found is None else found
 
 
+def number(x: float | None, form: str = ".4f") -> str:
+    """Returns a number as tables have it, nothing for None."""
+    return "" if x is None else format(x, form)
+
+
 def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> str:
     """Returns `statistics_of` as a table."""
-
-    def number(x: float | None, form: str = ".4f") -> str:
-        return "" if x is None else format(x, form)
-
     rows = []
     for row in found:
         between = "" if row["low"] is None else f"{row['low']:+.4f} to {row['high']:+.4f}"
