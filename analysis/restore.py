@@ -158,9 +158,10 @@ def choose_phases(
         precision = PrecisionConfig(arguments.policy, rule, arguments.layers, arguments.set)
         return phases_of(precision, config.steps, layer_policies)
     if arguments.set:
-        own = config.precision.policy
-        named = "too" if own is None else f"too, such as the run's: --policy {shlex.quote(str(own))}"
-        raise ValueError(f"--set changes the fields of --policy: name the policy {named}")
+        own = shlex.quote(str(config.precision.policy))
+        raise ValueError(
+            f"--set changes the fields of --policy: name the policy too, such as the run's: --policy {own}"
+        )
     phases = phases_of_run(saved, config, layer_policies)
     phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
     return phases if rule is None else with_scale_rule(phases, rule)

@@ -12,13 +12,13 @@ from analysis.compare.health import health_of, health_tables
 from analysis.compare.losses import lengths_of, statistics_of, statistics_table, token_statistics, token_table
 from analysis.compare.plot import check_format, plot
 from analysis.compare.runs import (
-    ComparedRun,
     Group,
     Losses,
     differing_settings,
     group_by_configuration,
     read_runs,
 )
+from analysis.runs import RecordedRun
 from training import mlperf
 from training.files import check_parent, make_absolute
 from training.flags.ranges import FINITE, check_ranges
@@ -124,7 +124,7 @@ def _published_runs() -> list[str]:
     ]
 
 
-def _warnings(runs: Sequence[ComparedRun], compared: Sequence[Group]) -> Iterator[str]:
+def _warnings(runs: Sequence[RecordedRun], compared: Sequence[Group]) -> Iterator[str]:
     """Yields why losses of the runs may not be comparable."""
     if len({run.held_out for run in runs}) > 1:
         yield "the runs are evaluated on different tokens: see --data, --eval-data, --eval-batches"

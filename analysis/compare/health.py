@@ -1,13 +1,14 @@
 """Gradient norms, spikes, SQNR and evaluation sets of groups of runs in `eval.py compare`."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.compare.runs import LAST, Group, last_of
+from analysis.compare.losses import number
+from analysis.compare.runs import Group
 from analysis.records import decibels, kinds_of, mean_sqnr
+from analysis.runs import LAST
 from training.log.display import text_table
 
 
@@ -21,9 +22,8 @@ def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """
     found = []
     for group in groups:
-        norms = [[norm for _, norm in sorted(run.grad_norms.items())] for run in group.runs]
-        ends = [norm for one in norms for norm in last_of(one)]
-        ends, largest = (list(filter(math.isfinite, part)) for part in (ends, itertools.chain(*norms)))
+        ends = [norm for run in group.runs for norm in run.last_values("grad_norm") if math.isfinite(norm)]
+        largest = [norm for run in group.runs if (norm := run.largest("grad_norm")) is not None]
         measured = [run.sqnr[max(run.sqnr)] for run in group.runs if run.sqnr]
         found.append(
             {
@@ -42,9 +42,9 @@ def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def _sets(group: Group) -> dict[str, dict[str, float | None]]:
     """Returns the means over the runs of the last evaluation of each set that all of them have."""
     found = {}
-    for name in group.runs[0].eval_sets:
-        if all(name in run.eval_sets for run in group.runs):
-            last = [run.eval_sets[name][max(run.eval_sets[name])] for run in group.runs]
+    for name in group.runs[0].sets:
+        if all(name in run.sets for run in group.runs):
+            last = [run.last_of(name) for run in group.runs]
             found[name] = {key: _mean([one.get(key) for one in last]) for key in ("eval_loss", _BITS)}
     return found
 
@@ -66,8 +66,8 @@ def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         [
             row["group"],
-            _number(row["grad_norm"]),
-            _number(row["largest_grad_norm"]),
+            number(row["grad_norm"]),
+            number(row["largest_grad_norm"]),
             str(sum(map(len, row["spikes"].values()))),
         ]
         for row in found
@@ -98,8 +98,4 @@ def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _evaluated(row: dict[str, Any], sets: Sequence[str]) -> list[str]:
-    return [_number(row["eval_sets"].get(name, {}).get(key)) for name in sets for key in ("eval_loss", _BITS)]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return [number(row["eval_sets"].get(name, {}).get(key)) for name in sets for key in ("eval_loss", _BITS)]

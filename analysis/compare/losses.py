@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.compare.runs import Group, same_but_for_length
+from analysis.runs import RecordedRun
 from analysis.statistics import (
     DIVERGED,
     SHARE,
@@ -53,7 +54,9 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
                 "at": at,
                 "loss": t_interval(list(own.values())).mean,
                 "sd": standard_deviation(list(own.values())),
-                "train_loss": t_interval([run.last_train_loss(at) for run in good[group.name]]).mean,
+                "train_loss": t_interval(
+                    [run.last_mean("loss", at) or math.nan for run in good[group.name]]
+                ).mean,
                 "difference": d.mean,
                 "low": d.low,
                 "high": d.high,
@@ -67,12 +70,18 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
     return [{key: None if _is_nan(value) else value for key, value in row.items()} for row in found]
 
 
+def _last_loss(run: RecordedRun, at: int | None) -> float:
+    found = run.last_mean("loss", at)
+    return math.nan if found is None else found
+
+
+def number(x: float | None, form: str = ".4f") -> str:
+    """Returns a number as tables have it, nothing for None."""
+    return "" if x is None else format(x, form)
+
+
 def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> str:
     """Returns `statistics_of` as a table."""
-
-    def number(x: float | None, form: str = ".4f") -> str:
-        return "" if x is None else format(x, form)
-
     rows = []
     for row in found:
         between = "" if row["low"] is None else f"{row['low']:+.4f} to {row['high']:+.4f}"

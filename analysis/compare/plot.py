@@ -6,8 +6,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.compare.runs import ComparedRun, Group, Losses
-from analysis.records import binned, mean_sqnr
+from analysis.compare.runs import Group, Losses
+from analysis.records import binned
+from analysis.runs import RecordedRun
 from mxjax.policy import OPERANDS
 from training.process.extras import require
 
@@ -46,7 +47,7 @@ def plot(
         line = style | {"marker": ""}
         _draw(left, [binned(run.train) for run in group.runs], line, group.name)
         _draw(right, [dict(sorted(run.validation.items())) for run in group.runs], style, group.name)
-        _draw(norms, [binned(run.grad_norms) for run in group.runs], line, group.name)
+        _draw(norms, [binned(run.curve("grad_norm")) for run in group.runs], line, group.name)
         for axes, gemm in zip(panels[1] if has_sqnr else (), OPERANDS, strict=False):
             measured = [_sqnr(run, gemm) for run in group.runs if run.sqnr]
             _draw(axes, measured, style, group.name)
@@ -108,7 +109,6 @@ def _draw(axes: Any, curves: Sequence[Losses], style: dict[str, Any], label: str
         axes.fill_between(common, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _sqnr(run: ComparedRun, gemm: str) -> dict[int, float]:
+def _sqnr(run: RecordedRun, gemm: str) -> dict[int, float]:
     """Returns the mean SQNR of a GEMM over the layers, where it is finite."""
-    found = {x: mean_sqnr([one])[gemm] for x, one in sorted(run.sqnr.items())}
-    return {x: value for x, value in found.items() if math.isfinite(value)}
+    return {x: value for x, value in sorted(run.sqnr_curve(gemm).items()) if math.isfinite(value)}

@@ -11,12 +11,13 @@ import tyro
 
 from analysis.report import sections
 from analysis.report.page import BEGINNING, page
-from analysis.report.read import ReportedRun, read
 from analysis.report.sections import comparison
 from analysis.restore import restore
+from analysis.runs import RecordedRun, read
 from analysis.sample import SampleConfig, generate_text
 from training.files import check_parent, make_absolute, write_atomically
 from training.flags.ranges import COUNT, check_ranges
+from training.log.metrics import METRICS
 from training.process.start import output_errors
 
 
@@ -53,6 +54,9 @@ def report(arguments: ReportConfig) -> dict[str, Any]:
     """
     _check_out(arguments.out)
     runs = read(arguments.runs)
+    for run in runs:
+        if not run.train:
+            raise ValueError(f"{run.folder} has no step on record in {METRICS}: there is nothing to report")
     texts = _samples(arguments)
     write_atomically(arguments.out, render(runs, texts, arguments))
     if not arguments.json:
@@ -77,7 +81,7 @@ def _is_report(path: pathlib.Path) -> bool:
         return file.read(len(BEGINNING)) == BEGINNING.encode()
 
 
-def render(runs: list[ReportedRun], texts: list[tuple[str, str]], arguments: ReportConfig) -> str:
+def render(runs: list[RecordedRun], texts: list[tuple[str, str]], arguments: ReportConfig) -> str:
     """Returns the page of the first run, beside the others, with samples (prompt, continuation)."""
     run = runs[0]
     folder = shlex.quote(str(run.folder))

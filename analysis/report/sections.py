@@ -20,14 +20,14 @@ from analysis.report.page import (
     table,
     tiles,
 )
-from analysis.report.read import ReportedRun
+from analysis.runs import RecordedRun
 from mxjax.policy import OPERANDS
 from training.command_line import command_of, settings_of
 from training.log.spikes import Spike
 from training.log.throughput import PEAK_FLOPS
 from training.run.record import model_of
 
-Runs = Sequence[ReportedRun]
+Runs = Sequence[RecordedRun]
 Values = Sequence[float | None]
 _EARLY = 0.05  # share of a run whose losses may lie above a chart
 _SHOWN = 20  # spikes in a table
@@ -51,7 +51,7 @@ def overview(runs: Runs) -> str:
     return tiles((value, name) for value, name in pairs if value != NONE)
 
 
-def lead(run: ReportedRun) -> str:
+def lead(run: RecordedRun) -> str:
     """Returns the line below the title: model, policy, length and state of the run."""
     config, environment = run.config, run.saved.get("environment", {})
     steps = f"{run.last_step:,} of {config.steps:,} steps"
@@ -103,7 +103,7 @@ def gradients(runs: Runs) -> str:
     return section("Gradient norms and spikes", figures, _spikes(runs[0]))
 
 
-def _spikes(run: ReportedRun) -> str:
+def _spikes(run: RecordedRun) -> str:
     if not run.spikes:
         return "<p>No loss and no gradient norm stands out from the 100 steps before it.</p>"
 
@@ -214,7 +214,7 @@ def _finite(points: Mapping[int, float]) -> dict[int, float]:
     return {x: v for x, v in points.items() if math.isfinite(v)}
 
 
-def samples(run: ReportedRun, texts: Sequence[tuple[str, str]], command: str) -> str:
+def samples(run: RecordedRun, texts: Sequence[tuple[str, str]], command: str) -> str:
     """Returns the section of prompts and their continuations by the run's model.
 
     Args:
@@ -229,7 +229,7 @@ def samples(run: ReportedRun, texts: Sequence[tuple[str, str]], command: str) ->
     return section("Samples", body, f'<p class="note">By <code>{html.escape(command)}</code></p>')
 
 
-def policies(run: ReportedRun) -> str:
+def policies(run: RecordedRun) -> str:
     """Returns the policy of every layer in each phase of the run."""
     parts = []
     for phase in run.phases:
@@ -244,7 +244,7 @@ def policies(run: ReportedRun) -> str:
     return section("Policy by layer", *parts)
 
 
-def model_and_data(run: ReportedRun) -> str:
+def model_and_data(run: RecordedRun) -> str:
     """Returns the model's shape, the data and how much of it the run has read."""
     model, data, config = model_of(dict(run.saved)), run.saved.get("data", {}), run.config
     tokens = run.tokens(run.last_step)
@@ -273,7 +273,7 @@ def model_and_data(run: ReportedRun) -> str:
     return beside(section("Model", table([], rows, words=[1])), section("Data", table([], read, words=[1])))
 
 
-def repeat(run: ReportedRun) -> str:
+def repeat(run: RecordedRun) -> str:
     """Returns the command, versions and hardware of the run, and the files that its policies came from."""
     environment = {**run.saved.get("environment", {}), "implementation": run.saved.get("implementation")}
     mesh = {name: size for name, size in run.saved.get("mesh", {}).items() if size > 1}
@@ -353,6 +353,6 @@ def _gib(value: float | None) -> float | None:
     return None if value is None else value / 2**30
 
 
-def _last_sqnr(run: ReportedRun, gemm: str) -> float | None:
+def _last_sqnr(run: RecordedRun, gemm: str) -> float | None:
     found = mean_sqnr([run.sqnr[max(run.sqnr)]])[gemm] if run.sqnr else math.nan
     return None if math.isnan(found) else found

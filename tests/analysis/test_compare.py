@@ -11,7 +11,8 @@ from scipy import stats
 
 import eval as evaluation_program
 from analysis.compare.compare import CompareConfig, compare, first_at, table
-from analysis.compare.runs import group_by_configuration, read_runs, short_names
+from analysis.compare.runs import group_by_configuration, read_runs
+from analysis.runs import short_names
 from mxjax import get_policy
 from mxjax.policy.layers import LayerPolicies
 from training import mlperf
