@@ -155,9 +155,9 @@ class _Step(NamedTuple):
         """Returns for each pair its part for this device's two chunks, `fill` for the other."""
         return self._to_chunks(pairs, fill, 1)
 
-    def to_keys(self, pairs, fill: float = 0.0):
-        """Returns for each pair its part for the other device's two chunks, `fill` for the other."""
-        return self._to_chunks(pairs, fill, 0)
+    def to_keys(self, pairs):
+        """Returns for each pair its part for the other device's two chunks, zero for the other."""
+        return self._to_chunks(pairs, 0.0, 0)
 
     def _second(self, chunks):
         return jnp.where(self.earlier, chunks[0], chunks[1])

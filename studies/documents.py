@@ -1,4 +1,4 @@
-"""What the studies' reports share: tables as CSV, and the style of figures."""
+"""Tables as CSV, and the style of figures, for the reports of studies."""
 
 import csv
 import io

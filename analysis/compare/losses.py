@@ -4,15 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis import statistics as token_ratios
 from analysis.compare.runs import Group, same_but_for_length
 from analysis.statistics import (
     DIVERGED,
     SHARE,
+    Curve,
     Estimate,
+    LogRatio,
     detectable,
     differences,
+    effective_multiple,
     holm,
+    log_ratios,
+    log_ratios_to,
+    over_seeds,
     standard_deviation,
     t_interval,
 )
@@ -142,12 +147,12 @@ def token_statistics(
         ours, theirs, steps = _curves(group), _curves(base), group.runs[0].config.steps
         ended = {run.config.seed: theirs[run.config.seed] for run in base.runs if run.has_ended}
         row: dict[str, Any] = {"group": group.name} | dict.fromkeys(MEASURES)
-        row["overhead"] = _over_seeds(token_ratios.log_ratios(ours, ended))
+        row["overhead"] = _over_seeds(log_ratios(ours, ended))
         if target is not None:
-            row["to_target"] = _over_seeds(token_ratios.log_ratios_to(target, ours, theirs))
+            row["to_target"] = _over_seeds(log_ratios_to(target, ours, theirs))
         if lengths and steps in finals:
             multiples = {length / steps: losses for length, losses in finals.items()}
-            row["effective"] = _inverse(token_ratios.effective_multiple(_finals(group), multiples), multiples)
+            row["effective"] = _inverse(effective_multiple(_finals(group), multiples), multiples)
         found.append(row)
     return found
 
@@ -184,7 +189,7 @@ def _in_words(ratio: Mapping[str, Any] | None) -> tuple[str, str]:
     return percent, f"{100 * (ratio['low'] - 1):+.1f} to {100 * (ratio['high'] - 1):+.1f}"
 
 
-def _curves(group: Group) -> Mapping[int, token_ratios.Curve]:
+def _curves(group: Group) -> Mapping[int, Curve]:
     """Returns the evaluations of each seed's run; none of one that diverged."""
     return {r.config.seed: [] if r.diverged else sorted(r.validation.items()) for r in group.runs}
 
@@ -195,8 +200,8 @@ def _finals(group: Group) -> dict[int, float]:
     return {run.config.seed: run.validation[max(run.validation)] for run in ended}
 
 
-def _over_seeds(ratios: Mapping[int, token_ratios.LogRatio]) -> dict[str, Any] | None:
-    over = token_ratios.over_seeds(list(ratios.values()))
+def _over_seeds(ratios: Mapping[int, LogRatio]) -> dict[str, Any] | None:
+    over = over_seeds(list(ratios.values()))
     found = _ratio(over.log_ratio, over.bound.strip())
     return found and found | {"not_reached": over.not_reached}
 

@@ -1,13 +1,13 @@
 """Time of attention over the devices of a sequence: the ring that trains, an all-gather, and an all-to-all.
 
-    python -m benchmarks.kernels.context [--lengths 8192 32768 131072] [--heads 32x8x64] [--out FILE]
+    python -m benchmarks.kernels.context [--shapes 1x32768x32x8x64 …] [--out FILE]
 
-One sequence of each length in as many rows as there are devices, forward, and forward and backward. "ring" is
-`models.ring`. "all-gather" gathers the keys and values first, multiplies the same chunks in fewer calls, and
-scatters the sums of their gradients. "all-to-all" gives each device a share of the heads of whole sequences
-(arXiv 2309.14509). "one device" is the whole sequence's attention. Each result is compared with that one's;
-"error" is the norm of the largest difference over the result's norm. The rate counts 2 products forward, 5
-backward, of the half that the causal mask leaves, and all devices.
+Shapes as in `benchmarks.kernels.attention`, of one sequence, in as many rows as there are devices; forward,
+and forward and backward. "ring" is `models.ring`. "all-gather" gathers the keys and values first, multiplies
+the same chunks in fewer calls, and scatters the sums of their gradients. "all-to-all" gives each device a
+share of the heads of whole sequences (arXiv 2309.14509). "one device" is the whole sequence's attention.
+Each result is compared with that one's; "error" is the largest norm of a difference over the result's. The
+rate counts 2 products forward, 5 backward, masked or not, of all devices.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import attention
+from benchmarks.kernels.attention import Shape, parse_shape
 from models import ring
 from models.attention import causal_attention
 from models.partial_attention import Results, attend_part, part_gradients
@@ -25,9 +27,9 @@ from models.sharding import spec
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from training.sharding import compiler_options, make_mesh
 
-LENGTHS = (8192, 32_768, 131_072)
+SHAPES = [Shape(1, length, 32, 8, 64) for length in (8192, 32_768, 131_072)]  # Llama 3.2 1B's heads
 LARGEST_ERROR = 0.02
-PASSES = {"forward": 2, "forward and backward": 7}
+PASSES = {which: attention.PASSES[which] for which in ("forward", "forward and backward")}
 ROWS = ("rows", None, None, None)
 
 
@@ -35,20 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures the lengths that the command line names; exits with 1 if a result is wrong."""
     module = "benchmarks.kernels.context"
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=__doc__)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
-    parser.add_argument("--heads", default="32x8x64", metavar="NxGxH", help="default: Llama 3.2 1B's")
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, metavar="BxSxNxGxH")
     add_arguments(parser)
     options = parser.parse_args(arguments)
-    n, g, h = map(int, options.heads.split("x"))
+    unit = 2 * jax.device_count()
+    if any(shape.b != 1 or shape.s % unit for shape in options.shapes):
+        parser.error(f"--shapes needs one sequence, of a multiple of {unit} tokens on {unit // 2} devices")
     report = Report(module, arguments, options)
     report.content["devices"] = jax.device_count()
-    for length in options.lengths:
-        title = f"{length} tokens, {n} heads of {h}, {g} of keys, {jax.device_count()} devices"
-        time_cases(report, title, "FLOP", cases(length, n, g, h))
+    for shape in options.shapes:
+        title = f"{shape.s} tokens, {shape.n} heads of {shape.h}, {shape.g} of keys, {unit // 2} devices"
+        time_cases(report, title, "FLOP", cases(shape))
     report.print()
 
 
-def cases(length: int, n: int, g: int, h: int) -> Iterator[Case]:
+def cases(shape: Shape) -> Iterator[Case]:
     """Yields each way to share a sequence, on the devices that there are."""
     parts = jax.device_count()
     ways: dict[str, Callable[..., jax.Array]] = {
@@ -56,18 +59,18 @@ def cases(length: int, n: int, g: int, h: int) -> Iterator[Case]:
         "ring": functools.partial(_by_ring, parts),
         "all-gather": functools.partial(gathered, parts),
     }
-    if g % parts == 0:
+    if shape.g % parts == 0:
         ways["all-to-all"] = by_heads
     for which, products in PASSES.items():
         for name, attend in ways.items():
-            check = functools.partial(_check, (length, n, g, h), which, name, attend)
-            fields = {"length": length, "heads": [n, g, h], "which": which, "by": name}
-            work = products * n * h * float(length) ** 2
+            check = functools.partial(_check, shape, which, name, attend)
+            fields = {"shape": "x".join(map(str, shape)), "which": which, "by": name}
+            work = products * shape.n * shape.h * float(shape.s) ** 2
             yield Case(f"{which}, {name}", check, work, name == "ring", name == "one device", fields)
 
 
-def _check(sizes: tuple[int, ...], which: str, name: str, attend: Callable[..., jax.Array]) -> Checked:
-    tensors, wanted = _tensors(sizes)
+def _check(shape: Shape, which: str, name: str, attend: Callable[..., jax.Array]) -> Checked:
+    tensors, wanted = _tensors(shape)
     one = name == "one device"
     mesh = make_mesh(None if one else f"context={jax.device_count()}", jax.devices()[:1] if one else None)
     sharding = jax.NamedSharding(mesh, spec(ROWS))
@@ -92,15 +95,13 @@ def _check(sizes: tuple[int, ...], which: str, name: str, attend: Callable[..., 
 
 
 @functools.lru_cache(1)
-def _tensors(sizes: tuple[int, ...]) -> tuple[list[jax.Array], list[Any]]:
+def _tensors(shape: Shape) -> tuple[list[jax.Array], list[Any]]:
     """Returns q, k, v and dout on one device, and the result and gradients of its attention."""
-    length, n, g, h = sizes
     keys = jax.random.split(jax.random.key(0), 4)
-    drawn = [
-        jax.random.normal(key, (1, length, heads, h), jnp.bfloat16)
-        for key, heads in zip(keys, (n, g, g, n), strict=True)
-    ]
-    q, k, v, dout = drawn
+    q, k, v, dout = (
+        jax.random.normal(key, (1, shape.s, heads, shape.h), jnp.bfloat16)
+        for key, heads in zip(keys, (shape.n, shape.g, shape.g, shape.n), strict=True)
+    )
     with jax.set_mesh(make_mesh(None, jax.devices()[:1])):
         out, vjp = jax.vjp(jax.jit(causal_attention), q, k, v)
         return [q, k, v, dout], jax.device_get([out, *vjp(dout)])

@@ -42,6 +42,16 @@ def with_interval(e: Estimate, form: str) -> str:
     return f"{number(e.mean, form)} ({interval(e.low, e.high, form)})"
 
 
+def beside(cell: CellResult, base: CellResult | None) -> list[object]:
+    """Returns a cell's label, runs, diverged runs, mean loss, and difference to `base` with the interval."""
+    losses, difference = list(cell.losses.values()), ["-", "-"]
+    if base is not None and base is not cell:
+        d = paired_difference(cell.losses, base.losses)
+        difference = [number(d.mean, "+.4f"), interval(d.low, d.high)]
+    mean = number(statistics.mean(losses)) if losses else "-"
+    return [cell.label, len(cell.runs), cell.n_diverged, mean, *difference]
+
+
 def progress(cells: Cells) -> str:
     """Returns the finished and missing runs of each study."""
     rows = []
@@ -83,18 +93,9 @@ def final_losses(cells: Cells) -> str:
             continue
         rows = []
         for cell in group:
-            values, d = list(cell.losses.values()), paired_difference(cell.losses, base.losses)
-            rows.append(
-                [
-                    cell.label,
-                    len(cell.runs),
-                    cell.n_diverged,
-                    number(statistics.mean(values)) if values else "-",
-                    number(standard_deviation(values)),
-                    *(["-", "-"] if cell is base else [number(d.mean, "+.4f"), interval(d.low, d.high)]),
-                    cell.devices,
-                ]
-            )
+            *runs, difference, between = beside(cell, base)
+            deviation = number(standard_deviation(list(cell.losses.values())))
+            rows.append([*runs, deviation, difference, between, cell.devices])
         header = "policy, rules | runs | diverged | loss | sd | minus fp8 | 95 % | device"
         parts.append(f"`{model}`, protocol `{protocol}`:\n\n{table(header, rows)}")
     return "\n\n".join(parts)

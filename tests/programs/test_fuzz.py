@@ -34,7 +34,7 @@ from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.megatron import load_validation
 from training.data.tokenizer import load_tokenizer, tokenizer_vocab_size
 from training.phases import Phase, from_record, to_record
-from training.run.record import FILE, documents_of_run, from_json, model_of, read_run_config, to_json
+from training.run.record import CONFIG, documents_of_run, from_json, model_of, read_run_config, to_json
 from training.tokenize.documents import Documents
 from training.tokenize.tokenize import train_tokenizer
 
@@ -288,8 +288,8 @@ def test_configurations_of_runs(draws, folder):
 
     with oracles.types_unchecked():
         for draw in draws:
-            write_json(folder / FILE, whole, any_change(draw))
-            assert not fault(read, FILE, "--")
+            write_json(folder / CONFIG, whole, any_change(draw))
+            assert not fault(read, CONFIG, "--")
 
 
 def test_documents(draws, folder):

@@ -80,7 +80,9 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
             assert placement.sizes.sum() >= placement.used.sum()
 
 
-@pytest.mark.parametrize(("traffic", "there"), [(None, "bf16[{},128]"), ("fp4", "u8[{},68]")])
+@pytest.mark.parametrize(
+    ("traffic", "there"), [pytest.param(None, "bf16[{},128]", marks=pytest.mark.slow), ("fp4", "u8[{},68]")]
+)
 def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch, traffic, there):
     """Of one block, and its gradient; only packed tokens are not in bfloat16."""
     monkeypatch.setattr(expert_parallel, "on_gpu", lambda: True)

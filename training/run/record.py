@@ -17,7 +17,7 @@ from mxjax.policy.json import policy_from_json
 from training.config import Config
 from training.files import write_atomically
 
-FILE = "config.json"
+CONFIG = "config.json"
 _PARTS = {
     "model": dict,
     "phases": list,
@@ -45,7 +45,7 @@ def from_json(raw: dict[str, Any]) -> Config:
         return _from_fields(Config, raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{FILE} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
+            f"{CONFIG} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
             "use the version that wrote it"
         ) from error
 
@@ -54,7 +54,7 @@ def _policy(fields: dict[str, Any]) -> Policy:
     try:
         return policy_from_json(fields)
     except ValueError as error:
-        raise ValueError(f"{FILE} holds no policy of this version of mxjax: {error}") from error
+        raise ValueError(f"{CONFIG} holds no policy of this version of mxjax: {error}") from error
 
 
 def model_of(saved: dict[str, Any]) -> DecoderConfig:
@@ -67,7 +67,7 @@ def model_of(saved: dict[str, Any]) -> DecoderConfig:
         return from_dict(saved.get("model"))
     except ValueError as error:
         raise ValueError(
-            f"{FILE} holds no model of this version of mxjax: {error}; use the version that wrote it"
+            f"{CONFIG} holds no model of this version of mxjax: {error}; use the version that wrote it"
         ) from error
 
 
@@ -82,7 +82,9 @@ def documents_of_run(saved: dict[str, Any]) -> Documents | None:
         return None
     types = {name: type(value) for name, value in found.items()}
     if types != {"end": int, "restart_positions": bool} or not 0 <= found["end"] < 2**31:
-        raise ValueError(f"{FILE} holds no documents of this version of mxjax; use the version that wrote it")
+        raise ValueError(
+            f"{CONFIG} holds no documents of this version of mxjax; use the version that wrote it"
+        )
     return Documents(**found)
 
 
@@ -92,12 +94,12 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
     Raises:
       ValueError: there is none, or it is damaged. Or a pipe, socket or device lies where a run has files.
     """
-    path = folder / FILE
+    path = folder / CONFIG
     for entry in (*folder.glob("*"), *folder.glob("checkpoints/*/**/*")):
         if special_kind(entry) is not None:  # reading it might never end
             raise ValueError(f"{entry} is not a file: remove it")
     if not path.exists():
-        raise ValueError(f"{folder} holds no run: it has no {FILE}")
+        raise ValueError(f"{folder} holds no run: it has no {CONFIG}")
     try:
         values = parse_json(read_text(path, "it"))
         is_checkpoint = isinstance(values, dict) and "config" not in values and "model_type" in values
@@ -129,7 +131,7 @@ def _check_parts(values: Any) -> None:
 
 def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:
     """Writes the config.json of the run in `folder`."""
-    write_atomically(folder / FILE, json.dumps(values, indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
 
 def _from_fields(cls: type, raw: dict[str, Any]) -> Any:

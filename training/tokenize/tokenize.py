@@ -228,10 +228,9 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def advice(train: str, validation: str | None = None) -> str:
-    """Returns the command that trains on an output, and evaluates on another one."""
-    evaluated = [] if validation is None else ["--eval-data", validation]
-    return f"train on it with: {shlex.join(['python', 'train.py', '--data', train, *evaluated])}"
+def advice(prefix: str) -> str:
+    """Returns the command that trains on an output."""
+    return f"train on it with: {shlex.join(['python', 'train.py', '--data', prefix])}"
 
 
 def main(argv: list[str] | None = None) -> None:
