@@ -287,7 +287,7 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
             raise ValueError(
                 f"--mesh {axis}={parts} cannot split {parameter}'s axis {name!r} of {size} into equal "
-                f"parts{whole}; reduce {axis}, to {most} at most"
+                f"parts{whole}; reduce {axis}, to {most} at most, and let data=N take the other devices"
             )
 
 
