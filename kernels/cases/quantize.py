@@ -166,7 +166,6 @@ def _build(shape: tuple[int, ...], dtype: str, sides: _Sides, target: Target, fo
         grid=launch.grid,
         expected=Expected("quantizer", {"shape": [b, r, c], "dtype": dtype, **options}),
         num_warps=launch.num_warps,
-        options=dict(launch.options),
     )
 
 
@@ -194,7 +193,6 @@ def computed_build(kind: ComputedKind, shape: tuple[int, int], sides: _Sides) ->
             | ({} if kind == "normed" else {"of_gradient": kind == "gradient"}),
         ),
         num_warps=launch.num_warps,
-        options=dict(launch.options),
     )
 
 

@@ -60,7 +60,6 @@ def _on_mesh(pair: Pair, run: int, length: int):
             out=launch.out,
             grid=launch.grid,
             num_warps=launch.num_warps,
-            options=launch.options,
             **launch.constants | {"RUN": run, "GROUPS": starts.size - 1},
         )
         return [y[0] for y in written]

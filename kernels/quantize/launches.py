@@ -1,7 +1,6 @@
 """Launches of the quantizer kernel: the operands wanted, as constants, tiles and programs."""
 
 import math
-import types
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -66,7 +65,7 @@ def fit(pair: Pair, form: Form, target: Target | None, shape: tuple[int, ...], d
 
 
 class Launch(NamedTuple):
-    """A kernel with its outputs (of both sides, wanted or not), grid, warps, constants and compiler options.
+    """A kernel with its outputs (of both sides, wanted or not), grid, warps and constants.
 
     The kernel also takes the stride of its scalars.
     """
@@ -76,7 +75,6 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     num_warps: int
     constants: dict[str, Any]
-    options: Mapping[str, int] = types.MappingProxyType({})
 
 
 def launched_pairs(pair: Pair, target: Target | None) -> list[Pair]:
@@ -187,9 +185,7 @@ def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, in
         "ROTATION": columns.rotation_size,
     }
     grid = (parts * ceil_div(c, tile.columns), ceil_div(r, tile.rows), v)
-    # Registers for four programs on a multiprocessor; without a rotation their loads would spill.
-    options = FOUR_PROGRAMS if columns.rotation else {}
-    return Launch(kernel, _outputs(pair, "packed", (v,), r, parts * c), grid, tile.warps, constants, options)
+    return Launch(kernel, _outputs(pair, "packed", (v,), r, parts * c), grid, tile.warps, constants)
 
 
 def _outputs(pair: Pair, form: Form, batch: tuple[int, ...], r: int, c: int) -> list[jax.ShapeDtypeStruct]:
@@ -312,8 +308,6 @@ class Tile(NamedTuple):
 
 
 HOPPER_TILE = Tile(128, 128, 4, GROUP.value)
-FOUR_PROGRAMS: Mapping[str, int] = {"maxnreg": 128}
-"""The option with which four programs of four warps have the registers of one of Hopper's multiprocessors."""
 
 
 def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> Tile:

@@ -165,7 +165,6 @@ def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, pl
         out=launch.out,
         grid=launch.grid,
         num_warps=launch.num_warps,
-        options=launch.options,
         **launch.constants,
         **stride,
     )
@@ -279,6 +278,5 @@ def _call_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[j
         out=launch.out,
         grid=launch.grid,
         num_warps=launch.num_warps,
-        options=launch.options,
         **launch.constants,
     )
