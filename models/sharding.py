@@ -187,8 +187,8 @@ def _stacked(leaves: Sequence[jax.Array]) -> jax.Array:
 def joined(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     """Returns gradients concatenated along an axis. On one device each is written as soon as it is known.
 
-    XLA's own concatenation is one pass over all, with a branch for each. Of 16 arrays, or of arrays of several
-    sizes, it takes twice as long.
+    XLA's own concatenation is one pass over all, with a branch for each. Of 16 arrays, or of arrays of
+    several sizes, it takes twice as long.
     """
     if jax.sharding.get_abstract_mesh().size > 1:
         return jnp.concatenate(parts, axis)

@@ -161,3 +161,17 @@ def test_the_gradient_of_split_heads_is_that_of_jax_s_split(queries):
     gradients = tuple(jax.random.normal(jax.random.key(i), part.shape) for i, part in enumerate(expected))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     np.testing.assert_array_equal(of_heads(gradients)[0], of_split(gradients)[0])
+
+
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_gpus_rotate_queries_and_their_gradients_to_the_same_bits(factor, monkeypatch):
+    x, dy = jax.random.normal(jax.random.key(0), (2, 2, 7, 3, 8), jnp.bfloat16)
+    rope = attention.Rope(jax.random.normal(jax.random.key(1), (1, 7, 4)), factor)
+
+    def rotated():  # without jit, so that XLA does not fuse products with sums
+        y, vjp = jax.vjp(lambda x: attention.apply_rope(x, rope), x)
+        return y, vjp(dy)[0]
+
+    expected = rotated()
+    monkeypatch.setattr(attention, "on_gpu", lambda: True)
+    jax.tree.map(np.testing.assert_array_equal, rotated(), expected)
