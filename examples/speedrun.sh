@@ -9,8 +9,9 @@
 #
 # Expect of --tiny, on two CPU cores: 80 s of processor time in all, of which most compiles. The tiny Llama of
 # 1.05 million parameters reads 102,400 tokens of 4.3 million in 100 steps; its validation loss is about 5.4 nats a
-# token, 2.8 bits per byte, and its text nearly noise. Without --tiny, on one H100 or H200, the 125m trains on 197
-# million tokens in 6,000 steps.
+# token, 2.8 bits per byte, and its text nearly noise. Without --tiny, on one H200
+# with 32 cores: 7 minutes, of which 4,000 steps of the 125m on 131 million tokens take 4; 25,000 files with PyTorch's
+# and JAX's among them are 107 million tokens, of which the validation loss is 1.665 nats, 0.646 bits per byte.
 #
 # FOLDER/report.html has the curves, FOLDER/export the model for transformers, with its linear layers in MXFP4.
 set -euo pipefail
@@ -35,11 +36,14 @@ else
   size+=(--eval-every 500 --eval-batches 20 --stats-every 1000 --checkpoint-every 2000)
 fi
 
+step() { printf '== %s s: %s\n' "$SECONDS" "$1"; }
+
 mkdir -p "$out"
 if [ ${#text[@]} -eq 0 ]; then
-  text=("$out/source.jsonl")
+  step "the source"
+  text=("$out/source")
   [ -e "${text[0]}" ] || python - "${text[0]}" "$tiny" <<'PYTHON'
-import json, os, pathlib, sys, sysconfig, zlib
+import concurrent.futures, json, os, pathlib, sys, sysconfig, zlib
 
 out, tiny = sys.argv[1:]
 paths = sysconfig.get_paths()
@@ -47,22 +51,31 @@ roots = [pathlib.Path(paths["stdlib"]), *([] if tiny else [pathlib.Path(paths["p
 left_out = {"site-packages", *(["test", "tests"] if tiny else [])}
 found = {str(path.relative_to(root)): path for root in roots for path in root.rglob("*.py")}
 names = [name for name in found if left_out.isdisjoint(pathlib.Path(name).parts)]
-with open(f"{out}.partial", "w") as file:  # in an order in which the last files, for evaluation, are any
-    for name in sorted(names, key=lambda name: zlib.crc32(name.encode())):
-        if text := found[name].read_text(errors="ignore"):
-            file.write(json.dumps({"text": text}) + "\n")
-os.rename(f"{out}.partial", out)
+names.sort(key=lambda name: zlib.crc32(name.encode()))  # so that the last files, for evaluation, are any
+with concurrent.futures.ThreadPoolExecutor(16) as pool:
+    texts = list(pool.map(lambda name: found[name].read_text(errors="ignore"), names))
+folder = pathlib.Path(f"{out}.partial")
+folder.mkdir(exist_ok=True)
+size = len(texts) // (n_files := 4 if tiny else 32) + 1  # one process tokenizes a file
+for i in range(n_files):
+    lines = [json.dumps({"text": text}) + "\n" for text in texts[i * size : (i + 1) * size] if text]
+    (folder / f"{i:02}.jsonl").write_text("".join(lines))
+os.rename(folder, out)
 PYTHON
 fi
+step "tokens"
 python -m training.tokenize --input "${text[@]}" --output "$out/tokens" --append-eod \
   --train-tokenizer --vocab-size "$vocabulary"
 
+step "training"
 if [ -e "$out/run/config.json" ]; then
   python train.py --resume --out "$out/run"
 else
   python train.py --policy wgrad_hadamard --data "$out/tokens" "${size[@]}" --out "$out/run"
 fi
 
+step "the report, a sample, the export"
 python eval.py report "$out/run" --out "$out/report.html" --prompts 'import ' 'def '
 python eval.py sample "$out/run" --prompt 'class ' --tokens 64 --temperature 0.8
 [ -e "$out/export" ] || python -m training.huggingface export "$out/run" "$out/export" --quantize mxfp4
+step "done"

@@ -294,10 +294,11 @@ def parse(argv: list[str] | None = None) -> Config:
     first.add_argument("--out", type=absolute_path)
     first.add_argument("--branch", type=absolute_path)
     first.add_argument("--decay", type=int)
+    first.add_argument("--steps", type=int)
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
-        if known.resume and known.out and (begun := _begun_run(known.out)) is not None:
+        if known.resume and known.out and (begun := _begun_run(known.out, known.steps)) is not None:
             # The devices may be others than those at the beginning.
             own: dict[str, Any] = {"mesh": None, "devices": None, "distributed": False}
             default = dataclasses.replace(begun, stop_after=None, expert_traffic=None, **own)
@@ -310,10 +311,10 @@ def parse(argv: list[str] | None = None) -> Config:
     return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
 
 
-def _begun_run(folder: pathlib.Path) -> Config | None:
-    from training.run.resume import begun_run  # here, because it imports much
+def _begun_run(folder: pathlib.Path, steps: int | None) -> Config | None:
+    from training.run.resume import extension_defaults  # here, because it imports much
 
-    return begun_run(folder)
+    return extension_defaults(folder, steps)
 
 
 def _branch_of(path: pathlib.Path, decay: int | None) -> Config:

@@ -17,6 +17,7 @@ from training.config import Config
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
 from training.memory import Memory, gib, memory_limit
+from training.optimizer.config import decay_steps
 from training.optimizer.deoscillation import parse_deoscillation
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase
@@ -52,6 +53,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             *traffic_text(model, plan.mesh.shape, config.data.tokens_a_step, config.expert_traffic),
             *late_flags(config),
             *low_learning_rate(config),
+            *flat_learning_rate(config),
             *long_sequences(config),
         ]
     )
@@ -88,6 +90,16 @@ def low_learning_rate(config: Config) -> list[str]:
         f"warning: --warmup-steps {warmup} does not end within --steps {steps}: the highest learning rate is "
         f"{highest:.4g}, not --lr {config.optimizer.lr:g}"
     ]
+
+
+def flat_learning_rate(config: Config) -> list[str]:
+    """Returns a line if the cosine ends before the run, as in one that was extended."""
+    optimizer = config.optimizer
+    ends = optimizer.warmup_steps + decay_steps(optimizer, config.steps)
+    if optimizer.schedule != "cosine" or ends >= config.steps:
+        return []
+    lowest = optimizer.lr * optimizer.min_lr_ratio
+    return [f"the cosine ends at step {ends}; the learning rate then stays at {lowest:.4g}"]
 
 
 def long_sequences(config: Config) -> list[str]:
@@ -196,8 +208,8 @@ def overfitting(folder: pathlib.Path, losses: Mapping[int, float], last: int, be
 def times_in_words(step_times: Sequence[float], tokens_a_step: int) -> str:
     """Returns the printed form of step times; the first step compiles."""
     compiling, *later = step_times
-    then = ""
-    if later:
-        median = statistics.median(later)
-        then = f"then {median:.3f} s a step ({tokens_a_step / median:,.0f} tokens/s), "
-    return f"first step after {compiling:.1f} s, {then}{sum(step_times):.1f} s in all"
+    if not later:
+        return f"first step after {compiling:.1f} s"
+    median = statistics.median(later)
+    speed = f"{median:.3f} s a step ({tokens_a_step / median:,.0f} tokens/s)"
+    return f"first step after {compiling:.1f} s, then {speed}; all steps took {sum(step_times):.1f} s"

@@ -43,9 +43,10 @@ class OptimizerConfig:
     gate, up and every expert's apart, and leaves other parameters to AdamW; or sgd, with momentum."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up. cosine: half a cosine over the rest of the run; wsd: stable, then a
-    decay over the last --decay steps; constant. The last two let a run be extended or branched."""
+    decay over the last --decay steps; constant."""
     decay: int | None = None
-    """Steps of wsd's decay, which has to begin after the warm-up. Default: a fifth of the run."""
+    """Steps of cosine's or wsd's decay. cosine: from the warm-up on, by default to the end of the run; later
+    ones have its lowest rate. wsd: the last steps, after the warm-up, by default a fifth of the run."""
     decay_shape: Literal["linear", "1-sqrt"] = "linear"
     """Shape of wsd's decay: a line, or 1 minus the square root of the share that is over."""
     min_lr_ratio: float = 0.1
@@ -110,8 +111,8 @@ _READERS: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType(
         ("optimizer", "adamw or muon"): ("b1", "b2", "eps"),  # muon leaves some parameters to AdamW
         ("optimizer", "muon or sgd"): ("momentum",),
         ("optimizer", "muon"): ("consistent_rms", "adam_lr"),
-        ("schedule", "cosine or wsd"): ("min_lr_ratio",),
-        ("schedule", "wsd"): ("decay", "decay_shape"),
+        ("schedule", "cosine or wsd"): ("decay", "min_lr_ratio"),
+        ("schedule", "wsd"): ("decay_shape",),
     }
 )
 """The flags that only some values of another one read."""
@@ -128,9 +129,15 @@ def check_effect(config: OptimizerConfig, steps: int) -> None:
                 raise ValueError(f"{flag} is for --{of} {readers}, and not for {chosen}; {remedy}")
     if config.no_decay and not config.weight_decay:
         raise ValueError("--no-decay leaves parameters out of --weight-decay, which is 0; leave it out")
+    decay = decay_steps(config, steps)
+    if config.schedule == "cosine" and not config.min_lr_ratio and config.warmup_steps + decay < steps:
+        ends = config.warmup_steps + decay
+        raise ValueError(
+            f"--min-lr-ratio 0: the cosine ends at step {ends}, and the rate of the others up to --steps "
+            f"{steps} would be 0; take that many steps, or go on from an earlier checkpoint with --branch"
+        )
     if config.schedule != "wsd":
         return
-    decay = decay_steps(config, steps)
     if (least := config.warmup_steps + decay) > steps:
         fifth = f"--schedule wsd: a decay of {decay} steps, a fifth of the run,"
         is_default = config.decay is None
@@ -142,5 +149,6 @@ def check_effect(config: OptimizerConfig, steps: int) -> None:
 
 
 def decay_steps(config: OptimizerConfig, steps: int) -> int:
-    """Returns the length of wsd's decay in a run of so many steps, by default a fifth of them."""
-    return config.decay or max(steps // 5, 1)
+    """Returns the length of cosine's or wsd's decay in a run of so many steps."""
+    rest = steps - config.warmup_steps if config.schedule == "cosine" else steps // 5
+    return config.decay or max(rest, 1)

@@ -15,8 +15,8 @@ def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> opta
     """Returns the learning rate as a function of the step, counted from 0.
 
     With W = warmup_steps: `lr * (s + 1) / (W + 1)` while s <= W, then by schedule, down to
-    `min_lr_ratio * lr` at s = steps:
-      cosine: half a cosine from lr on.
+    `min_lr_ratio * lr`:
+      cosine: half a cosine over `decay` steps, by default to s = steps.
       wsd: lr, and over the last `decay` steps a line, or lr at first and then less by the root of the share
         of the decay that is over ("1-sqrt").
       constant: lr, without an end.
@@ -30,11 +30,13 @@ def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> opta
     """
     # optax.warmup_cosine_decay_schedule gives the same curve, but 3 of 4 values differ in their last bits.
     warmup, lowest = config.warmup_steps, config.min_lr_ratio * config.lr
-    begins = warmup if config.schedule == "cosine" else max(steps - decay_steps(config, steps), warmup)
+    decay = decay_steps(config, steps)
+    begins = warmup if config.schedule == "cosine" else max(steps - decay, warmup)
+    length = decay if config.schedule == "cosine" else max(steps - begins, 1)
 
     def schedule(step):
         rising = config.lr * (step + 1) / (warmup + 1)
-        progress = numpy.clip((step - begins) / max(steps - begins, 1), 0.0, 1.0)
+        progress = numpy.clip((step - begins) / length, 0.0, 1.0)
         if config.schedule == "cosine":
             falling = lowest + 0.5 * (config.lr - lowest) * (1 + numpy.cos(numpy.pi * progress))
         elif config.schedule == "wsd":

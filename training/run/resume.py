@@ -16,6 +16,7 @@ import numpy as np
 from training.config import Config, ObserveConfig, by_flag
 from training.data.megatron import MegatronCorpus, parse_blend
 from training.data.text import TextCorpus
+from training.optimizer.config import decay_steps
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
@@ -86,6 +87,20 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
     changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}
     changes |= {"mesh": None, "devices": None, "distributed": False, "expert_traffic": None}
     return dataclasses.replace(begun, **changes)
+
+
+def extension_defaults(folder: pathlib.Path, steps: int | None) -> Config | None:
+    """Returns the configuration of the run that --resume names; None without a run, or if it has not begun.
+
+    If the run is to have more `steps`, a cosine that has begun keeps its length; later rates are its lowest.
+    """
+    begun = begun_run(folder)
+    if begun is None or steps is None or steps <= begun.steps or begun.optimizer.schedule != "cosine":
+        return begun
+    if _changed_rate(dataclasses.replace(begun, steps=steps), begun, last_checkpoint(folder)) is None:
+        return begun
+    decay = decay_steps(begun.optimizer, begun.steps)
+    return dataclasses.replace(begun, optimizer=dataclasses.replace(begun.optimizer, decay=decay))
 
 
 def begun_run(folder: pathlib.Path) -> Config | None:
@@ -183,15 +198,22 @@ def check_extension(config: Config, saved: Config, taken: int) -> None:
     why = f"{flag} {asked[changed[0]]}: the run has {flag} {begun[changed[0]]}"
     if config.mlperf.mllog:
         raise ValueError(f"{why}, which its MLPerf log names; begin a new run")
-    rates = [learning_rate(c.optimizer, c.steps, np)(np.arange(taken)) for c in (config, saved)]
-    ours, theirs = map(np.asarray, rates)
-    if (different := np.flatnonzero(ours != theirs)).size:
-        step = different[0]
+    if (found := _changed_rate(config, saved, taken)) is not None:
+        step, ours, theirs = found
         raise ValueError(
-            f"{why}, on which its learning rate depends: at step {step + 1} it was {theirs[step]:.9g} and "
-            f"would have been {ours[step]:.9g}; go on from an earlier step, --branch RUN/checkpoints/STEP, "
+            f"{why}, on which its learning rate depends: at step {step + 1} it was {theirs:.9g} and "
+            f"would have been {ours:.9g}; go on from an earlier step, --branch RUN/checkpoints/STEP, "
             "begin a run with --init, or use --schedule wsd or constant from the start"
         )
+
+
+def _changed_rate(config: Config, saved: Config, taken: int) -> tuple[int, float, float] | None:
+    """Returns the first of `taken` steps, counted from 0, with another learning rate, and both rates."""
+    rates = [learning_rate(c.optimizer, c.steps, np)(np.arange(taken)) for c in (config, saved)]
+    ours, theirs = map(np.asarray, rates)
+    different = np.flatnonzero(ours != theirs)
+    step = int(different[0]) if different.size else 0
+    return (step, float(ours[step]), float(theirs[step])) if different.size else None
 
 
 def check_order(corpus: TextCorpus | MegatronCorpus, config: Config, saved: Config) -> None:

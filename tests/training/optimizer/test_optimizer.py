@@ -36,6 +36,8 @@ def test_warm_up_and_cosine():
     ("flags", "rates"),
     [
         ("--schedule constant", {0: 1, 4: 5, 5: 5, 99: 5, 500: 5}),
+        ("--min-lr-ratio 0.2 --decay 40", {4: 5, 24: 3, 44: 1, 99: 1}),
+        ("--min-lr-ratio 0.2 --decay 192", {4: 5, 52: 3 + 2 * 0.5**0.5, 100: 3}),
         ("--min-lr-ratio 0.2 --schedule wsd --decay 40", {4: 5, 60: 5, 80: 3, 99: 1 + 4 / 40, 100: 1}),
         ("--min-lr-ratio 0.2 --schedule wsd --decay 40 --decay-shape 1-sqrt", {60: 5, 70: 3, 100: 1}),
         ("--min-lr-ratio 0.2 --schedule wsd", {80: 5, 90: 3, 100: 1}),
@@ -62,7 +64,14 @@ def test_other_schedules_by_hand(flags, rates):
         ("--consistent-rms None", "--consistent-rms None is for --optimizer muon, and not for adamw"),
         ("--optimizer sgd --b2 0.9", "--b2 0.9 is for --optimizer adamw or muon, and not for sgd"),
         ("--optimizer sgd --eps 1e-8", "--eps 1e-08 is for --optimizer adamw or muon, and not for sgd"),
-        ("--decay 10", "--decay 10 is for --schedule wsd, and not for cosine; leave it out"),
+        (
+            "--schedule constant --decay 10",
+            "--decay 10 is for --schedule cosine or wsd, and not for constant; leave it out",
+        ),
+        (
+            "--min-lr-ratio 0 --decay 69",
+            "the cosine ends at step 99, and the rate of the others up to --steps",
+        ),
         ("--decay-shape 1-sqrt", "--decay-shape 1-sqrt is for --schedule wsd, and not for cosine"),
         ("--schedule constant --min-lr-ratio 0", "is for --schedule cosine or wsd, and not for constant"),
         (

@@ -33,16 +33,18 @@ def final(out):
 
 
 @pytest.mark.slow
-def test_an_extended_run_equals_a_longer_one(text, tmp_path):
+def test_an_extended_run_equals_a_longer_one_of_the_same_cosine(text, tmp_path):
     flags = "--policy", "bf16", "--batch-size", 2, "--seq-len", 16, "--eval-batches", 1, "--warmup-steps", 1
-    flags = (*flags, "--min-lr-ratio", 1, "--data", text, "--out")
-    run(*flags, tmp_path / "whole", "--steps", 4)
-    run(*flags, tmp_path / "run", "--steps", 2)
-    run("--resume", "--out", tmp_path / "run", "--steps", 4)
+    flags = (*flags, "--data", text, "--out")
+    run(*flags, tmp_path / "whole", "--steps", 5, "--decay", 2)
+    run(*flags, tmp_path / "run", "--steps", 3)
+    run("--resume", "--out", tmp_path / "run", "--steps", 5)
     jax.tree.map(np.testing.assert_array_equal, final(tmp_path / "run"), final(tmp_path / "whole"))
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 4
-    with pytest.raises(SystemExit, match="--steps: the run has 4, the command line 3"):
-        run("--resume", "--out", tmp_path / "run", "--steps", 3)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 5
+    with pytest.raises(SystemExit, match="--steps: the run has 5, the command line 4"):
+        run("--resume", "--out", tmp_path / "run", "--steps", 4)
+    with pytest.raises(SystemExit, match="--decay 3: the run has --decay 2, on which its learning rate"):
+        run("--resume", "--out", tmp_path / "run", "--decay", 3)
 
 
 @pytest.mark.slow
