@@ -42,7 +42,7 @@ from training.process.environment import enable_compilation_cache, input_errors
 from training.process.start import output_errors
 
 Record = dict[str, Any]
-"""What a command found, for JSON."""
+"""The result of a command, for JSON."""
 
 
 def main(argv: list[str]) -> None:

@@ -1,1 +1,1 @@
-"""What eval.py does with finished runs: restores, samples, compares and diagnoses them."""
+"""The commands of eval.py: finished runs are restored, sampled, compared and diagnosed."""

@@ -1,4 +1,4 @@
-"""What a run's metrics.jsonl says, as series by step: numbers of steps, evaluations, SQNR of GEMMs."""
+"""Series by step from a run's metrics.jsonl: numbers of steps, evaluations, SQNR of GEMMs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -35,7 +35,7 @@ class SampleConfig(RunArguments):
 
     prompt: str = ""
     """Text to continue. Empty: begin a document."""
-    tokens: int = 128
+    tokens: int = 64
     """Largest number of tokens to generate; the end of a document ends the text before."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most probable token."""

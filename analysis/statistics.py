@@ -8,15 +8,13 @@ under full decay, the baseline trained for several lengths maps a final loss to 
 needs for it.
 """
 
-import bisect
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-CONFIDENCE = 0.95
+CONFIDENCE, POWER = 0.95, 0.8
 DIVERGED = 0.5
 """A run has diverged if its loss is not finite, or ends this many nats above its lowest evaluation."""
 
@@ -97,38 +95,19 @@ def standard_deviation(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def detectable(sd: float, n: int, power: float = 0.8) -> float:
-    """Returns the mean that a two-sided t-test at 5 % finds with this power; NaN for n < 2.
+def detectable(sd: float, n: int) -> float:
+    """Returns the mean that a two-sided t-test at 5 % finds in a share POWER of repetitions; NaN for n < 2.
 
     Args:
       sd: standard deviation of the values, such as differences of pairs.
       n: number of values.
-      power: share of repetitions in which the test finds it.
     """
     if n < 2 or math.isnan(sd):
         return math.nan
-    return _noncentrality(n - 1, power) * sd / math.sqrt(n)
-
-
-@functools.cache
-def _noncentrality(freedom: int, power: float) -> float:
-    """Returns the mean, in standard errors, that a two-sided t-test at 5 % finds with this power."""
     from scipy import special
 
-    critical = float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
-    low, high = 0.0, 100.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        found = 1 - float(special.nctdtr(freedom, middle, critical))
-        low, high = (middle, high) if found < power else (low, middle)
-    return high
-
-
-def seeds_needed(sd: float, difference: float, most: int = 1000) -> int | None:
-    """Returns the smallest number of pairs for which `difference` is detectable; None above `most`."""
-    counts = range(2, most + 1)
-    i = bisect.bisect_left(counts, True, key=lambda n: detectable(sd, n) <= difference)
-    return counts[i] if i < len(counts) else None
+    critical = special.stdtrit(n - 1, (1 + CONFIDENCE) / 2)
+    return float(special.nctdtrinc(n - 1, 1 - POWER, critical)) * sd / math.sqrt(n)
 
 
 def has_diverged(final_loss: float, evaluations: Sequence[tuple[float, float]]) -> bool:

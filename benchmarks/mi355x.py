@@ -22,7 +22,7 @@ import numpy as np
 import mxjax
 from models.configs import get_config
 from mxjax.kernels.cases import shapes
-from mxjax.runtime.tables import table
+from mxjax.runtime.tables import insert, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "mi355x.md", ROOT / "docs" / "results"
@@ -308,14 +308,6 @@ def summarize(record: Build) -> Build:
     if record["name"].startswith("attention"):
         return kept | {"main_loop": record["main_loop"]["opcodes"]}
     return kept | {"kernel": record["whole_kernel"]["classes"]}
-
-
-def insert(text: str, named: Mapping[str, str]) -> str:
-    """Replaces what is between each pair of markers `<!-- NAME -->` and `<!-- end NAME -->`."""
-    for name, content in named.items():
-        before, rest = text.split(f"<!-- {name} -->\n")
-        text = f"{before}<!-- {name} -->\n{content}\n{rest[rest.index(f'<!-- end {name} -->') :]}"
-    return text
 
 
 def main() -> None:

@@ -284,7 +284,7 @@ def rotated_blocks(config: DecoderConfig) -> Float32[Array, " L"] | None:
 
 
 class _Common(NamedTuple):
-    """What is the same for all blocks: arguments of `Decoder.hidden`, and rows of a sequence (`parts`)."""
+    """Arguments that all blocks share, of `Decoder.hidden`; `parts` are the rows of a sequence."""
 
     implementation: Implementation | None
     rope: Rope

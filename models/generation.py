@@ -30,7 +30,7 @@ from mxjax.products.implementations import Implementation
 
 
 class Options(NamedTuple):
-    """How a model runs; hashable. See `models.decoder.Decoder.hidden`."""
+    """Arguments of a model; hashable. See `models.decoder.Decoder.hidden`."""
 
     policies: LayerPolicies
     implementation: Implementation | None = None

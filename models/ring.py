@@ -75,14 +75,14 @@ def _on_devices(run: Callable[..., Any], parts: int, arguments, results) -> Call
     """Returns `run(ring, *shards)` on the shards of arrays with these logical axes."""
 
     def of_device(*shards):
-        return run(_Ring(parts, jax.lax.axis_index("context") % parts), *shards)
+        return run(Ring(parts, jax.lax.axis_index("context") % parts), *shards)
 
     return jax.shard_map(
         of_device, in_specs=tuple(map(spec, arguments)), out_specs=tuple(map(spec, results)), check_vma=False
     )
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """The devices of a sequence, as one of them sees them, inside `jax.shard_map`."""
 
     parts: int
@@ -155,9 +155,9 @@ class _Step(NamedTuple):
         """Returns for each pair its part for this device's two chunks, `fill` for the other."""
         return self._to_chunks(pairs, fill, 1)
 
-    def to_keys(self, pairs, fill: float = 0.0):
-        """Returns for each pair its part for the other device's two chunks, `fill` for the other."""
-        return self._to_chunks(pairs, fill, 0)
+    def to_keys(self, pairs):
+        """Returns for each pair its part for the other device's two chunks, zero for the other."""
+        return self._to_chunks(pairs, 0.0, 0)
 
     def _second(self, chunks):
         return jnp.where(self.earlier, chunks[0], chunks[1])
@@ -170,7 +170,7 @@ class _Step(NamedTuple):
         ]
 
 
-def _forward(ring: _Ring, q, k, v, first_key, sinks_N):
+def _forward(ring: Ring, q, k, v, first_key, sinks_N):
     """Returns attention and its logarithms of sums of exp(scores) [1, S, N], both in the chunks' order."""
     dtype = q.dtype
     q, k, v, first_key = jax.tree.map(ring.to_chunks, (q, k, v, first_key))
@@ -186,7 +186,7 @@ def _forward(ring: _Ring, q, k, v, first_key, sinks_N):
     return _joined(out.astype(dtype)), _joined(lse)
 
 
-def _backward(ring: _Ring, q, k, v, first_key, sinks_N, out, lse, dout):
+def _backward(ring: Ring, q, k, v, first_key, sinks_N, out, lse, dout):
     """Returns the gradients of q, k, v and the sinks."""
     dtypes = q.dtype, k.dtype, v.dtype
     q, k, v, first_key, dout = jax.tree.map(ring.to_chunks, (q, k, v, first_key, dout))
@@ -216,7 +216,7 @@ def _joined(chunks: Shaped[Array, "2 C *rest"]) -> Shaped[Array, "1 S *rest"]:
     return chunks.reshape(1, -1, *chunks.shape[2:])
 
 
-def _own(run: Callable[..., Any], ring: _Ring, q, k, v, first_key, *rows):
+def _own(run: Callable[..., Any], ring: Ring, q, k, v, first_key, *rows):
     """Returns `run(..., is_causal=True)` of a device's two chunks as one sequence, again in chunks."""
     C, low = q.shape[1], None
     if first_key is not None:

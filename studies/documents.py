@@ -1,9 +1,8 @@
-"""What the studies' reports share: generated parts of pages, tables as CSV, and the style of figures."""
+"""Tables as CSV, and the style of figures, for the reports of studies."""
 
 import csv
 import io
 import pathlib
-import re
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,18 +21,6 @@ STYLE: dict[Any, Any] = {
 def save(figure: Figure, path: pathlib.Path, creator: str) -> None:
     """Writes a figure on white, which dark pages show too, without the date."""
     figure.savefig(path, facecolor="white", metadata={"Date": None, "Creator": creator})
-
-
-def insert(text: str, named: dict[str, str]) -> str:
-    """Replaces the text between each pair of markers `<!-- NAME -->` and `<!-- end NAME -->`."""
-    for name, content in named.items():
-        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        text, count = re.subn(
-            f"{start}.*?{end}", lambda _, c=content, s=start, e=end: f"{s}\n{c}\n{e}", text, flags=re.S
-        )
-        if count != 1:
-            raise ValueError(f"insert needs one pair of markers {name!r}, the document has {count}")
-    return text
 
 
 def as_csv(markdown: str) -> str:

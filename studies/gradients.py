@@ -25,8 +25,7 @@ from matplotlib.figure import Figure
 
 import mxjax
 from mxjax.runtime.checkout import commit
-from mxjax.runtime.tables import table
-from studies.documents import insert
+from mxjax.runtime.tables import insert, table
 
 WIDTH, HEADS, BLOCKS, BATCH, TIME = 128, 4, 2, 16, 64
 LAYERS = ("query", "key", "value", "out", "up", "down")
@@ -70,13 +69,13 @@ class Block(linen.Module):
         return x + linen.Dense(x.shape[-1], name="down", **dot)(hidden)
 
 
-def batches_of_source(count: int, time: int = TIME) -> np.ndarray:
-    """Returns batches [count, BATCH, time + 1] of bytes, drawn from modules of the standard library."""
+def batches_of_source(count: int) -> np.ndarray:
+    """Returns batches [count, BATCH, TIME + 1] of bytes, drawn from modules of the standard library."""
     text = b"".join(
         pathlib.Path(inspect.getfile(m)).read_bytes() for m in (argparse, inspect, textwrap, json)
     )
-    starts = np.random.default_rng(0).integers(0, len(text) - time - 1, (count, BATCH))
-    return np.frombuffer(text, np.uint8)[starts[..., None] + np.arange(time + 1)].astype(np.int32)
+    starts = np.random.default_rng(0).integers(0, len(text) - TIME - 1, (count, BATCH))
+    return np.frombuffer(text, np.uint8)[starts[..., None] + np.arange(TIME + 1)].astype(np.int32)
 
 
 def main() -> None:

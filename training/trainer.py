@@ -1,4 +1,4 @@
-"""What computes: the state, the programs of each phase, evaluations and their memory. Knows no folder."""
+"""The computation of a run: its state, the programs of each phase, evaluations, memory. Knows no folder."""
 
 import contextlib
 import functools

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from analysis.compare.health import health_of, health_tables
-from analysis.compare.losses import statistics_of, statistics_table
+from analysis.compare.losses import lengths_of, statistics_of, statistics_table, token_statistics, token_table
 from analysis.compare.plot import check_format, plot
 from analysis.compare.runs import (
     ComparedRun,
@@ -19,7 +19,6 @@ from analysis.compare.runs import (
     group_by_configuration,
     read_runs,
 )
-from analysis.compare.tokens import lengths_of, token_statistics, token_table
 from training import mlperf
 from training.files import check_parent, make_absolute
 from training.flags.ranges import FINITE, check_ranges

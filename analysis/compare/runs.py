@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from analysis.records import Record, Sqnr, evaluations_by_set, series, sqnr_by_step
 from analysis.statistics import has_diverged
 from training.config import Config
-from training.log.metrics import FILE, read_records
+from training.log.metrics import METRICS, read_records
 from training.log.spikes import Spike, find_spikes
 from training.run.record import from_json, read_run_config, to_json
 
@@ -124,11 +124,11 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Compared
         validation = {r["step"] * step: r["eval_loss"] for r in records if "eval_loss" in r}
         if (beyond := max((r["step"] for r in records), default=0)) > config.steps:
             raise ValueError(
-                f"{folder / FILE} has step {beyond}, and the run has --steps {config.steps}: "
+                f"{folder / METRICS} has step {beyond}, and the run has --steps {config.steps}: "
                 f"python train.py --resume --out {shlex.quote(str(folder))} removes what no checkpoint has"
             )
-        if not validation and not (folder / FILE).exists():
-            raise ValueError(f"{folder} has no {FILE}: its metrics are lost")
+        if not validation and not (folder / METRICS).exists():
+            raise ValueError(f"{folder} has no {METRICS}: its metrics are lost")
         if not validation:
             raise ValueError(
                 f"{folder} has no evaluation to compare; wait for its first one, continue it with "

@@ -61,22 +61,18 @@ def chart(
     title: str,
     lines: Sequence[Line],
     *,
-    unit: str = "tokens",
     logarithmic: bool = False,
     from_zero: bool = False,
     percent: bool = False,
     skip: float = 0.0,
-    note: str = "",
 ) -> str:
-    """Returns a figure: its title, the lines with axes, and a legend if there are several labels.
+    """Returns a figure: its title, the lines over tokens with axes, and a legend if there are several labels.
 
     Args:
-      unit: name of the horizontal axis.
       logarithmic: of the vertical axis.
       from_zero: begin the vertical axis at 0.
       percent: show values times 100 with a percent sign.
       skip: share of the run, from its start, that may lie outside of the vertical axis.
-      note: a line below the legend.
     """
     x, y = _scales(lines, logarithmic, from_zero, skip)
     number = (lambda v: f"{100 * v:.3g} %") if percent else short
@@ -100,13 +96,12 @@ def chart(
         if len(labels) > 1
     )
     name = html.escape(title)
-    below = f'<div class="note">{html.escape(note)}</div>' if note else ""
     return (
         f'<figure><figcaption>{name}</figcaption><svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" aria-label="{name}">{"".join(grid)}'
-        f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(unit)}</text>'
+        f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">tokens</text>'
         f"<svg {box}>{drawn}</svg></svg>"
-        f'<div class="legend">{legend}</div>{below}</figure>'
+        f'<div class="legend">{legend}</div></figure>'
     )
 
 

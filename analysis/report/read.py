@@ -17,7 +17,7 @@ from analysis.records import (
     sqnr_by_step,
 )
 from training.config import Config
-from training.log.metrics import FILE, read_records
+from training.log.metrics import METRICS, read_records
 from training.log.spikes import Spike, find_spikes
 from training.phases import Phase, from_record
 from training.run.record import from_json, read_run_config
@@ -101,7 +101,7 @@ def read(folders: Sequence[pathlib.Path]) -> list[ReportedRun]:
         saved = read_run_config(folder)
         records = read_records(folder)
         if not any("loss" in record for record in records):
-            raise ValueError(f"{folder} has no step on record in {FILE}: there is nothing to report")
+            raise ValueError(f"{folder} has no step on record in {METRICS}: there is nothing to report")
         config = from_json(saved["config"])
         found.append(
             ReportedRun(

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import tyro
 
 from analysis.report import sections
-from analysis.report.comparison import comparison
 from analysis.report.page import BEGINNING, page
 from analysis.report.read import ReportedRun, read
+from analysis.report.sections import comparison
 from analysis.restore import restore
 from analysis.sample import SampleConfig, generate_text
 from training.files import check_parent, make_absolute, write_atomically

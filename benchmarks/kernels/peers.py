@@ -32,14 +32,6 @@ def casts(x: jax.Array) -> dict[str, tuple[int, Callable[[], Checked]]]:
         "rows, torchao to_mx, torch.compile": (packed, lambda: _torchao(x, -1, compiled=True)),
         "columns, torchao to_mx, torch.compile": (packed, lambda: _torchao(x, -2, compiled=True)),
         "rows, torchao to_mx, eager": (packed, lambda: _torchao(x, -1, compiled=False)),
-        "rows to bfloat16, microxcaling's algorithm, torch.compile": (
-            values,
-            lambda: _microxcaling(x, compiled=True),
-        ),
-        "rows to bfloat16, microxcaling's algorithm, eager": (
-            values,
-            lambda: _microxcaling(x, compiled=False),
-        ),
         # qwix keeps the scales in x's dtype.
         "rows, qwix.quantize": (packed + x.size // 32, lambda: _qwix_cast(x)),
     }
@@ -137,28 +129,6 @@ def _torchao(x: jax.Array, axis: int, compiled: bool) -> Checked:
         return max(float((a.view(torch.uint8) != b).sum()) / b.numel() for a, b in pairs)
 
     return _torch_cast(x, cast, lambda: x, compiled, differs)
-
-
-def _microxcaling(x: jax.Array, compiled: bool) -> Checked:
-    """Follows the published algorithm; the package itself is not on PyPI.
-
-    Source: https://github.com/microsoft/microxcaling, `quantize_mx_op` with fp4_e2m1 elements, 8 scale bits
-    and round="even". Like it, this takes logarithms and powers, and returns values rather than codes.
-    """
-    import torch
-
-    def cast(t):
-        blocks = t.float().reshape(*t.shape[:-1], -1, 32)
-        amax = blocks.abs().amax(-1, keepdim=True)
-        shared = torch.floor(torch.log2(torch.where(amax == 0, 2.0**-126, amax))) - 2
-        shared = torch.where(shared > 127, torch.nan, shared.clamp(min=-127))
-        scaled = blocks / torch.exp2(shared)
-        private = torch.floor(torch.log2(scaled.abs() + (scaled == 0))).clamp(min=0)
-        step = torch.exp2(private - 1)
-        values = (torch.round(scaled / step) * step).clamp(-6.0, 6.0) * torch.exp2(shared)
-        return values.reshape(t.shape).to(t.dtype)
-
-    return _torch_cast(x, cast, lambda: dequantize(quantize(x), x.dtype), compiled)
 
 
 def _qwix_cast(x: jax.Array) -> Checked:

@@ -1,4 +1,4 @@
-"""Fused causal attention with its gradients: AMD's kernels where JAX has them, else the Triton kernels here.
+"""Fused causal attention with its gradients: AMD's kernels where there are any, else Triton's here.
 
 The scores never reach memory. The forward pass keeps the result and, for each query, the logarithm of its sum
 of exp(scores); the backward pass recomputes the weights from them. Meshes shard the batch and the heads.
@@ -93,7 +93,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array, masked:
     if len(extra) > masked:
         extra[-1] = extra[-1].reshape(b, g, n // g)
     target = current_target()
-    by_aiter = aiter.is_available(target, is_plain=not extra)
+    by_aiter = aiter.is_available(target, with_sinks=len(extra) > masked)
     attend = _differentiable(by_aiter, target, masked, len(extra) > masked)
     return attend(q.reshape(b, s, g, n // g, h), k, v, *extra).reshape(b, s, n, h)
 

@@ -1,1 +1,1 @@
-"""What is asked of each kernel, and the answer; `python -m mxjax.kernels.cases` compiles without a GPU."""
+"""Cases of each kernel, with expected results; `python -m mxjax.kernels.cases` compiles without a GPU."""

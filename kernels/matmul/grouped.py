@@ -142,19 +142,13 @@ def _on_mesh(job: _Job, sizes: tuple[int, int]) -> Product:
 
 
 def _in_fp4(lhs, lhs_scales, rhs, rhs_scales, places: Places, option, dtype, target) -> jax.Array:
+    """Returns the product in FP4 by one launch."""
     del option
-    return launch_fp4((lhs, lhs_scales), (rhs, rhs_scales), places, dtype, target)
-
-
-def launch_fp4(
-    lhs: Packed, rhs: Packed, places: Places, dtype, target: Target | None, tiles: Tiles | None = None
-) -> Float[Array, "..."]:
-    """Returns the product in FP4 by one launch, with the given tiles, or by the fastest."""
-    (m, width), n, of_rows, groups = lhs[0].shape, rhs[0].shape[-2], rhs[0].ndim == 3, places.starts.size - 1
-    tiles = tiles or choose_tiles(m, n, 2 * width, 1 if of_rows else groups, target)
+    (m, width), n, of_rows, groups = lhs.shape, rhs.shape[-2], rhs.ndim == 3, places.starts.size - 1
+    tiles = choose_tiles(m, n, 2 * width, 1 if of_rows else groups, target)
     left, right = (
         (elements, shuffle_scales(scales.reshape(-1, *scales.shape[-2:]), target))
-        for elements, scales in (lhs, rhs)
+        for elements, scales in ((lhs, lhs_scales), (rhs, rhs_scales))
     )
     constants = constants_of(m, n, 2 * width, tiles, target) | {"RUN": places.run}
     if of_rows:

@@ -1,4 +1,4 @@
-"""What the self-test says of the machine: device, driver, versions, and the code that it tests."""
+"""The machine that the self-test runs on: device, driver, versions, and the code that it tests."""
 
 import hashlib
 import importlib.metadata

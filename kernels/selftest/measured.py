@@ -1,4 +1,4 @@
-"""Measurements of kernels: cases that are checked before they are timed, their table, and the report.
+"""Measurements of kernels: times of asynchronous calls, cases that are checked first, their table and report.
 
 Every benchmark of a kernel yields `Case`s. `time_cases` checks each, times it, and prints one table: the
 median, 10th and 90th percentile, the rate, and the rate as a share of the measured ceiling, which is the
@@ -16,15 +16,51 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mxjax.kernels.selftest.device import installed
-from mxjax.kernels.selftest.timing import Timing, measure
 from mxjax.runtime.checkout import commit
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.tables import table
 
 PACKAGES = ("jaxlib", "triton", "torch", "torchao", "qwix", "flax")
 LATE = "not run: --seconds have passed"
+
+
+class Timing(NamedTuple):
+    """Seconds a call: the median, the 10th and the 90th percentile over rounds."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def measure(
+    run: Callable[..., object],
+    *args: object,
+    rounds: int = 20,
+    round_seconds: float = 0.02,
+    wait: Callable[[Any], object] = jax.block_until_ready,
+) -> Timing:
+    """Times `run(*args)` in rounds of as many calls as fill `round_seconds`.
+
+    Args:
+      wait: takes the last call's result and returns once all calls are done.
+    """
+    wait(run(*args))  # compiles
+    calls = 1
+    while (seconds := _round(run, args, calls, wait)) < round_seconds and calls < 1000:
+        calls = max(calls + 1, int(calls * min(10, 1.2 * round_seconds / max(seconds, 1e-6))))
+    times = [_round(run, args, calls, wait) / calls for _ in range(rounds)]
+    return Timing(*(float(np.quantile(times, q)) for q in (0.5, 0.1, 0.9)))
+
+
+def _round(run, args, calls: int, wait) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run(*args)
+    wait(result)
+    return time.perf_counter() - start
 
 
 class Checked(NamedTuple):

@@ -33,8 +33,7 @@ from mxjax.kernels.matmul.tiles import (
     write_table,
 )
 from mxjax.kernels.selftest import cases as selftest
-from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
-from mxjax.kernels.selftest.timing import measure
+from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, measure, time_cases
 from mxjax.numerics.formats import BLOCK
 from mxjax.operands.kernel_operand import KernelOperand, decode
 from mxjax.operands.product import contract

@@ -16,8 +16,17 @@ from typing import Any
 
 from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig, RopeScaling, Yarn
 from models.huggingface.architectures import ARCHITECTURES, model_type
-from models.huggingface.by_layer import read_dense, read_rope_layers, read_windows, window_fields
-from models.huggingface.fields import coefficient, positive, size, switch, unsupported
+from models.huggingface.fields import (
+    coefficient,
+    positive,
+    read_dense,
+    read_rope_layers,
+    read_windows,
+    size,
+    switch,
+    unsupported,
+    window_fields,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""What a number is: formats, scales, rounding, rotation, quantization. Kernels reproduce them bit for bit."""
+"""Formats, scales, rounding, rotation, quantization: definitions that kernels reproduce bit for bit."""

@@ -25,7 +25,7 @@ Signs = Literal["none", "fixed", "redrawn"]
 OPERANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 )
-"""What a linear layer's GEMMs multiply: lhs and rhs, by GEMM."""
+"""The operands of a linear layer's GEMMs, lhs and rhs, by GEMM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ def map_operands(policy: Policy, change: Callable[[Operand], Operand]) -> Policy
 
 
 def with_current_scales(policy: Policy) -> Policy:
-    """Returns the policy with the scale of each tensor itself in place of delayed ones, for want of any."""
+    """Returns the policy with current scales in place of delayed ones, where there is no history."""
     return (
         map_operands(policy, lambda o: dataclasses.replace(o, scaling="current"))
         if policy.delayed

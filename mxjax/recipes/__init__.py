@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 
 from mxjax.numerics.formats import FORMATS
 from mxjax.policy.policy import OPERANDS, Policy
-from mxjax.recipes.estimators import estimators
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.nvfp4 import nvfp4
-from mxjax.recipes.published import amazon, published
+from mxjax.recipes.published import amazon, estimators, published
 from mxjax.recipes.whole_runs import RECIPES
 
 
@@ -122,6 +121,8 @@ def get_policy(name: str) -> Policy:
         ]
         example = f"policies with it are {', '.join(having[:3])}" if having else "no named policy has it"
         raise ValueError(f"unknown policy {name!r}: it is a format; {example}")
+    if name.endswith(".json"):
+        raise ValueError(f"unknown policy {name!r}: it is a file; read it by mxjax.policy_from_json(text)")
     close = difflib.get_close_matches(name.lower(), [*_POLICIES, *RECIPES], n=3)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(f"unknown policy {name!r}; {hint}`python -m mxjax.recipes` lists all")

@@ -10,9 +10,7 @@ from mxjax.policy.policy import Gemm
 from mxjax.recipes import describe, get_policy, policies, source
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
-from mxjax.runtime.tables import table
-
-START, END = "<!-- recipes -->\n", "\n<!-- end recipes -->"
+from mxjax.runtime.tables import insert, table
 
 
 def main(names: Sequence[str]) -> None:
@@ -43,20 +41,6 @@ def _gemm(gemm: Gemm) -> str:
     return f"{operands}; {gemm.rotation}" if gemm.rotation else operands
 
 
-def write(page: pathlib.Path) -> None:
-    """Writes `published_table` between its markers in a page.
-
-    Raises:
-      ValueError: the page has not one pair of markers.
-    """
-    text = page.read_text()
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{page} has no {START.strip()} and {END.strip()}, between which the table stands")
-    page.write_text(before + start + published_table() + end + after)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m mxjax.recipes", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="what to print; default: all")
@@ -64,7 +48,8 @@ if __name__ == "__main__":
     try:
         options = parser.parse_args()
         if options.write is not None:
-            write(options.write)
+            page = insert(options.write.read_text(), {"recipes": published_table()})
+            options.write.write_text(page)
         else:
             main(options.names)
         sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""How JAX runs the library: devices, keys, primitives, meshes, remat. It imports nothing else of mxjax."""
+"""The library on JAX: devices, keys, primitives, meshes, remat. It imports nothing else of mxjax."""

@@ -1,6 +1,7 @@
 """Markdown tables: the one way in which statistics, benchmarks and kernels' tools show their numbers."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 
 def table(header: str, rows: Sequence[Sequence[object]], padded: bool = False) -> str:
@@ -23,3 +24,18 @@ def table(header: str, rows: Sequence[Sequence[object]], padded: bool = False) -
             for line in lines
         ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def insert(text: str, named: Mapping[str, str]) -> str:
+    """Replaces the text between each pair of markers `<!-- NAME -->` and `<!-- end NAME -->` in a page.
+
+    Raises:
+      ValueError: the page has not one pair of markers of a name.
+    """
+    for name, content in named.items():
+        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+        made = f"{start}\n{content}\n{end}"
+        text, count = re.subn(f"{start}.*?{end}", lambda _, made=made: made, text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"insert needs one pair of markers {name!r}, the document has {count}")
+    return text

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from mxjax.transform.origins import CONSTANT, DATA, Origin, dotted
 
 LIBRARIES = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(jax.__file__).parent))
-"""Where warnings point past: to the caller's line."""
+"""Files that warnings skip, so that they point to the caller's line."""
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 

@@ -1,5 +1,9 @@
-"""The tests of the text's claims, as Markdown tables, from the finished runs."""
+"""Claims of the text about the cells, as differences of final losses, and their tests as Markdown tables.
 
+Those about scale rules, grids, hard regimes and other sizes are frozen: their runs are finished.
+"""
+
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,162 +11,110 @@ from collections.abc import Iterator, Mapping, Sequence
 from analysis.statistics import detectable, holm, standard_deviation, t_interval
 from mxjax.runtime.tables import table
 from studies.ladder.cells import PROTOCOLS
-from studies.ladder.claim_lists import (
-    ALONE,
-    ALONE_SEEN,
-    CLAIMS,
-    ELSEWHERE,
-    ELSEWHERE_SEEN,
-    GRID,
-    GRID_SEEN,
-    HARD_EVEN_SEEN,
-    HARD_SEEN,
-    LADDERS,
-    RCEIL_SEEN,
-    RULE_CONTRASTS,
-    SEEN,
-    Claim,
-)
 from studies.ladder.results import CellResult
-from studies.ladder.studies import HARD, HARD_EVEN, STUDIES, TOO_HIGH
-from studies.ladder.tables import interval, number, with_interval
+from studies.ladder.tables import interval, number
 
 Cells = Mapping[str, CellResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A difference of final losses that the text speaks of: cell `ours` minus cell `base`.
+
+    Attributes:
+      ours, base: policy and rules, such as "wgrad.floor"; of a claim that `at` returns, names of cells.
+      beside: another pair of cells. The claim is then about the first difference minus theirs.
+    """
+
+    text: str
+    ours: str
+    base: str
+    beside: tuple[str, str] | None = None
+
+    def at(self, protocol: str, model: str = "60m") -> "Claim":
+        """Returns the claim about cells of a model in a protocol; here they are named by policy and rules."""
+        ours, base, *beside = (f"{cell}.{model}.{protocol}" for cell in self.cells)
+        return Claim(f"{self.text} ({protocol})", ours, base, (beside[0], beside[1]) if beside else None)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The names of all its cells."""
+        return (self.ours, self.base, *(self.beside or ()))
+
+
+LADDERS = ("decay", "tuned-60m")
+"""The protocols of the ladder at `60m`: peak rates 1e-3 and 3e-3."""
+CLAIMS = (
+    Claim("MXFP4 in all three GEMMs costs loss", "wgrad.floor", "fp8.own"),
+    Claim("Wgrad costs loss beyond Fprop and Dgrad", "wgrad.floor", "fprop_dgrad.floor"),
+    Claim("H16 on Wgrad takes off loss", "wgrad_hadamard.floor", "wgrad.floor"),
+    Claim("with H16 on Wgrad a cost remains", "wgrad_hadamard.floor", "fp8.own"),
+    Claim("stochastic rounding of Wgrad changes the loss", "wgrad_sr.floor", "wgrad.floor"),
+    Claim("redrawn signs differ from H16", "wgrad_rht.floor", "wgrad_hadamard.floor"),
+    Claim("without rotation, rule even differs from floor", "wgrad.even", "wgrad.floor"),
+    Claim("rule even without rotation differs from floor with H16", "wgrad.even", "wgrad_hadamard.floor"),
+    Claim(
+        "Wgrad costs more under floor than under even",
+        "wgrad.floor",
+        "fprop_dgrad.floor",
+        ("wgrad.even", "fprop_dgrad.even"),
+    ),
+    Claim(
+        "H16 on Wgrad takes off more under floor than under even",
+        "wgrad_hadamard.floor",
+        "wgrad.floor",
+        ("wgrad_hadamard.even", "wgrad.even"),
+    ),
+)
+"""Tested in each of LADDERS, and over both."""
+SEEN = (
+    Claim(
+        "Fprop costs more than Wgrad, floor", "fprop.floor", "fp8.own", ("wgrad.floor", "fprop_dgrad.floor")
+    ),
+    Claim("Dgrad beyond Fprop, floor", "fprop_dgrad.floor", "fprop.floor"),
+    Claim("Dgrad beyond Fprop, even", "fprop_dgrad.even", "fprop.even"),
+    Claim("Wgrad beyond Fprop and Dgrad, even", "wgrad.even", "fprop_dgrad.even"),
+    Claim("H16 on Wgrad, even", "wgrad_hadamard.even", "wgrad.even"),
+    Claim("H16 on Wgrad - Fprop alone, floor", "wgrad_hadamard.floor", "fprop.floor"),
+    Claim("H16 on Wgrad - Fprop and Dgrad alone, floor", "wgrad_hadamard.floor", "fprop_dgrad.floor"),
+    Claim("redrawn signs on Wgrad - none, floor", "wgrad_rht.floor", "wgrad.floor"),
+    Claim("stochastic rounding of Wgrad, even", "wgrad_sr.even", "wgrad.even"),
+    Claim("redrawn signs on Wgrad - none, even", "wgrad_rht.even", "wgrad.even"),
+    Claim("redrawn signs - H16, on Wgrad, even", "wgrad_rht.even", "wgrad_hadamard.even"),
+    Claim("redrawn signs - H16, all GEMMs, floor", "full_rht.floor", "full_hadamard.floor"),
+    Claim("redrawn signs - H16, all GEMMs, even", "full_rht.even", "full_hadamard.even"),
+    Claim("stochastic - nearest, all GEMMs, floor", "full_sr.floor", "wgrad.floor"),
+    Claim("stochastic - nearest, all GEMMs, even", "full_sr.even", "wgrad.even"),
+    Claim("H16 on all GEMMs - on Wgrad, floor", "full_hadamard.floor", "wgrad_hadamard.floor"),
+    Claim("H16 on all GEMMs - on Wgrad, even", "full_hadamard.even", "wgrad_hadamard.even"),
+    Claim("H16 on all GEMMs - Fprop alone, floor", "full_hadamard.floor", "fprop.floor"),
+    Claim("H16 on all GEMMs - Fprop alone, even", "full_hadamard.even", "fprop.even"),
+    Claim("H16 on all GEMMs - fp8, even", "full_hadamard.even", "fp8.own"),
+    Claim("H32 on all GEMMs - fp8, floor", "full_hadamard32.floor", "fp8.own"),
+    Claim("H32 - H16, all GEMMs, floor", "full_hadamard32.floor", "full_hadamard.floor"),
+    Claim("H32 on all GEMMs - H16 on Wgrad, floor", "full_hadamard32.floor", "wgrad_hadamard.floor"),
+    Claim("H32 on all GEMMs - Fprop alone, floor", "full_hadamard32.floor", "fprop.floor"),
+)
+"""Differences that the text mentions and that were chosen after the losses were known."""
 _RATES = " | ".join(f"at {PROTOCOLS[protocol].lr:g}" for protocol in LADDERS)
 _BOTH = f"{{}} | {_RATES} | mean | 95 % | detectable"
 
 
-Tests = list[tuple[str, float]]
-"""What is claimed, and p of its test before any correction: NaN if it waits for runs."""
-
-
-def tests(cells: Cells, claims: Sequence[Claim]) -> Tests:
-    """Returns the tests of claims, paired by seed."""
-    return [(claim.text, t_interval(list(by_seed(cells, claim).values())).p) for claim in claims]
-
-
-def of_ladders() -> list[Claim]:
-    """Returns the claims of the ladder at both rates, which are corrected together."""
-    return [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS]
-
-
-def of_alone() -> list[Claim]:
-    """Returns the claims about Wgrad alone in MXFP4, which are corrected together."""
-    return [claim.at(LADDERS[1]) for claim in ALONE]
-
-
-def of_grid() -> list[Claim]:
-    """Returns the claims about a uniform grid and E2M1, which are corrected together."""
-    return [claim.at(LADDERS[1]) for claim in GRID]
-
-
-def of_study(study: str) -> list[Claim]:
-    """Returns the claims tested in a study of ELSEWHERE: those whose cells are planned there."""
-    model, protocol = ELSEWHERE[study]
-    planned = {cell.name for cell in STUDIES[study]}
-    return [c for claim in CLAIMS if set((c := claim.at(protocol, model)).cells) <= planned]
-
-
 def claims(cells: Cells) -> str:
     """Returns the tests of the claims in each protocol, corrected together."""
-    return table_of_tests(cells, of_ladders())
-
-
-def alone(cells: Cells) -> str:
-    """Returns the tests of the claims about Wgrad alone in MXFP4, corrected together."""
-    return table_of_tests(cells, of_alone(), [claim.at(LADDERS[1]) for claim in ALONE_SEEN])
-
-
-def grid(cells: Cells) -> str:
-    """Returns the tests of what rotations take off from a uniform grid and from E2M1, corrected together."""
-    return table_of_tests(cells, of_grid(), [claim.at(LADDERS[1]) for claim in GRID_SEEN])
-
-
-def rceil(cells: Cells) -> str:
-    """Returns what the rule rceil changes in all three GEMMs; nothing is tested."""
-    return table_of_tests(cells, [], [claim.at(LADDERS[1]) for claim in RCEIL_SEEN])
-
-
-def hard(cells: Cells) -> str:
-    """Returns what GEMMs cost and remedies take off in the hard regimes; nothing is tested."""
-    return _regimes(cells, HARD_SEEN, HARD)
-
-
-def hard_even(cells: Cells) -> str:
-    """Returns what `hard` does, under `even`, for the regimes that also ran so."""
-    return _regimes(cells, HARD_EVEN_SEEN, HARD_EVEN)
-
-
-def _regimes(cells: Cells, claims: Sequence[Claim], regimes: Sequence[str]) -> str:
-    """Returns the differences in each regime, and in the mean over those not in TOO_HIGH."""
-    rows, averaged = [], [regime for regime in regimes if regime not in TOO_HIGH]
-    for claim in claims:
-        found = {regime: by_seed(cells, claim.at(f"tuned-60m-{regime}")) for regime in regimes}
-        seeds = sorted(set.intersection(*(set(found[regime]) for regime in averaged)))
-        means = [statistics.fmean(found[regime][seed] for regime in averaged) for seed in seeds]
-        estimates = [t_interval(list(pairs)) for pairs in [*(found[r].values() for r in regimes), means]]
-        if any(e.n for e in estimates):
-            shown = number(detectable(standard_deviation(means), len(means)), ".3f")
-            rows.append([claim.text, *(with_interval(e, "+.3f") for e in estimates), shown])
-    if not rows:
-        return "Not run yet: `hard-60m`."
-    return table(f"difference | {' | '.join(regimes)} | mean of {', '.join(averaged)} | detectable", rows)
-
-
-def elsewhere(cells: Cells) -> str:
-    """Returns the tests of the claims in each study of ELSEWHERE with runs, corrected in each."""
-    parts = []
-    for study, (model, protocol) in ELSEWHERE.items():
-        tested = of_study(study)
-        later = [claim.at(protocol, model) for claim in ELSEWHERE_SEEN.get(study, ())]
-        if any(by_seed(cells, claim) for claim in tested):
-            parts.append(table_of_tests(cells, tested, later))
-    return "\n\n".join(parts) or "Not run yet: " + ", ".join(f"`{study}`" for study in ELSEWHERE) + "."
-
-
-def table_of_tests(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
-    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p."""
-    shown = [*tested, *seen]
-    found = [list(by_seed(cells, claim).values()) for claim in shown]
-    corrected = corrected_together([p for _, p in tests(cells, tested)]) + [math.nan] * len(seen)
-    rows = [
-        [claim.text, *_estimate(pairs), number(p if len(pairs) > 1 else math.nan, ".2g"), len(pairs)]
-        for claim, pairs, p in zip(shown, found, corrected, strict=True)
-        if pairs
-    ]
-    text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
-    return text + "".join(_missing(cells, shown))
-
-
-def corrected_together(p: Sequence[float]) -> list[float]:
-    """Returns p by Holm; tests that wait for runs count, so that these can only lower p of the others."""
-    return holm([1.0 if math.isnan(x) else x for x in p])
-
-
-def _missing(cells: Cells, shown: Sequence[Claim]) -> Iterator[str]:
-    """Yields paragraphs about claims that wait for runs, and about runs without pairs, which diverged."""
-    if waiting := [claim.text for claim in shown if not set(claim.cells) <= cells.keys()]:
-        yield f"\n\nCells have not run: {'; '.join(waiting)}."
-    names = dict.fromkeys(name for claim in shown for name in claim.cells if name in cells)
-    if diverged := [f"{n} of {name}" for name in names if (n := cells[name].n_diverged)]:
-        yield f"\n\nRuns that diverged, without pairs: {', '.join(diverged)}."
+    return table_of_tests(cells, [claim.at(protocol) for protocol in LADDERS for claim in CLAIMS])
 
 
 def both(cells: Cells) -> str:
     """Returns the tests of the claims over both protocols, corrected together."""
     found = [(claim, _of_both(cells, claim)) for claim in CLAIMS]
-    corrected = holm([p for _, p in tests_of_both(cells)])
+    corrected = holm([t_interval(_means(differences)).p for _, differences in found])
     rows = [
         [*_row(claim, differences), number(p, ".2g"), len(differences)]
         for (claim, differences), p in zip(found, corrected, strict=True)
         if differences
     ]
     return table(f"{_BOTH.format('claim')} | p (Holm) | seeds", rows)
-
-
-def tests_of_both(cells: Cells) -> Tests:
-    """Returns the tests of the ladder's claims in the mean over both protocols."""
-    return [(claim.text, t_interval(_means(_of_both(cells, claim))).p) for claim in CLAIMS]
 
 
 def seen(cells: Cells) -> str:
@@ -172,18 +124,31 @@ def seen(cells: Cells) -> str:
     return table(f"{_BOTH.format('comparison')} | seeds", rows)
 
 
-def rule_contrasts(cells: Cells) -> str:
-    """Returns what rule floor costs beyond even in some of the GEMMs, in each protocol and over both."""
-    rows = []
-    for claim in RULE_CONTRASTS:
-        at = [t_interval(list(by_seed(cells, claim.at(protocol)).values())) for protocol in LADDERS]
-        parts = (("", "") if not e.n else (number(e.mean, "+.4f"), interval(e.low, e.high)) for e in at)
-        means = _means(_of_both(cells, claim))
-        rows.append(
-            [claim.text, *(x for part in parts for x in part), *(_estimate(means) if means else [""] * 3)]
-        )
-    rates = _RATES.replace(" |", " | 95 % |")
-    return table(f"floor - even in | {rates} | 95 % | mean | 95 % | detectable", rows)
+def table_of_tests(cells: Cells, tested: Sequence[Claim], seen: Sequence[Claim] = ()) -> str:
+    """Returns a table of claims; those of `tested` are corrected together, those of `seen` have no p.
+
+    Tests that wait for runs count, so that these can only lower the corrected p of the others.
+    """
+    shown = [*tested, *seen]
+    found = [list(by_seed(cells, claim).values()) for claim in shown]
+    p_values = [t_interval(pairs).p for pairs in found[: len(tested)]]
+    corrected = holm([1.0 if math.isnan(p) else p for p in p_values]) + [math.nan] * len(seen)
+    rows = [
+        [claim.text, *_estimate(pairs), number(p if len(pairs) > 1 else math.nan, ".2g"), len(pairs)]
+        for claim, pairs, p in zip(shown, found, corrected, strict=True)
+        if pairs
+    ]
+    text = table("claim | difference | 95 % | detectable | p (Holm) | pairs", rows)
+    return text + "".join(_missing(cells, shown))
+
+
+def _missing(cells: Cells, shown: Sequence[Claim]) -> Iterator[str]:
+    """Yields paragraphs about claims that wait for runs, and about runs without pairs, which diverged."""
+    if waiting := [claim.text for claim in shown if not set(claim.cells) <= cells.keys()]:
+        yield f"\n\nCells have not run: {'; '.join(waiting)}."
+    names = dict.fromkeys(name for claim in shown for name in claim.cells if name in cells)
+    if diverged := [f"{n} of {name}" for name in names if (n := cells[name].n_diverged)]:
+        yield f"\n\nRuns that diverged, without pairs: {', '.join(diverged)}."
 
 
 def by_seed(cells: Cells, claim: Claim) -> dict[int, float]:

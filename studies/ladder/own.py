@@ -18,13 +18,11 @@ import functools
 import os
 import pathlib
 import re
-import statistics
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis import statistics as token_ratios
-from analysis.statistics import paired_difference
+from analysis.statistics import effective_multiple
 from models import decoder
 from models.configs import CONFIGS
 from models.received import read_object
@@ -43,7 +41,7 @@ from studies.ladder.cells import (
     protocol_of,
 )
 from studies.ladder.results import CellResult, baseline, by_group, gather, read_record
-from studies.ladder.tables import interval, number
+from studies.ladder.tables import beside
 from studies.ladder.token_tables import is_constant, lengths_of, overhead_with_interval, reached_later
 from studies.ladder.train import run_path
 from studies.ladder.whole_runs import changes_program, check_protocol
@@ -270,13 +268,10 @@ def summary(cells: Sequence[Cell], out: pathlib.Path) -> str:
 
 
 def _row(cell: CellResult, base: CellResult, lengths: Mapping[float, Mapping[int, float]]) -> list[object]:
-    losses = list(cell.losses.values())
-    row = [cell.label, len(cell.runs), cell.n_diverged, number(statistics.mean(losses)) if losses else "-"]
     if cell is base:
-        return [*row, "-", "-", "-"]
-    difference = paired_difference(cell.losses, base.losses)
-    if is_constant(base):
+        tokens = "-"
+    elif is_constant(base):
         tokens = reached_later(cell, base)
     else:
-        tokens = overhead_with_interval(token_ratios.effective_multiple(cell.losses, lengths))
-    return [*row, number(difference.mean, "+.4f"), interval(difference.low, difference.high), tokens]
+        tokens = overhead_with_interval(effective_multiple(cell.losses, lengths))
+    return [*beside(cell, base), tokens]

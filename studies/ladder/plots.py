@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.statistics import Estimate, differences, t_interval
-from studies.ladder import beside_paper, curves
+from studies.ladder import beside_fp8
 from studies.ladder.cells import FRESH, MAIN_PROTOCOLS, WGRAD_ONLY
 from studies.ladder.kinds import ARRANGED
 from studies.ladder.results import CellResult, by_group
@@ -42,21 +42,21 @@ _KINDS = {
 
 def costs(cells: Mapping[str, CellResult]) -> Figure:
     """Draws the final losses beyond fp8's, and beside them those of the paper's Llama 3.1 8B in nats."""
-    names = list(beside_paper.PAPER)
+    names = list(beside_fp8.PAPER)
     groups = [group for group in GROUPS if group[0] != "350m"]  # two seeds say nothing on this scale
     figure = Figure(figsize=(7, 1.3 + 0.62 * len(names)), layout="constrained")
     axes = figure.subplots()
-    for y, (policy, tokens) in enumerate(beside_paper.PAPER.values()):
+    for y, (policy, tokens) in enumerate(beside_fp8.PAPER.values()):
         if tokens is not None:
-            low, high = beside_paper.in_nats(tokens)
+            low, high = beside_fp8.in_nats(tokens)
             label = "the paper, in nats" if y == 0 else None
             axes.barh(y, high - low, 0.8, low, color="#c9d6e8", label=label)
         for i, group in enumerate(groups):
-            found = beside_paper.beyond(cells, policy, group)
+            found = beside_fp8.beyond(cells, policy, group)
             at = y + 0.14 * (i - (len(groups) - 1) / 2)
             _interval(axes, found, at, _MARKERS[i], _SHADES[i], GROUPS[group] if y == 2 else None)
     labels = [
-        name if of[1] else f"{name}\n(paper: does not converge)" for name, of in beside_paper.PAPER.items()
+        name if of[1] else f"{name}\n(paper: does not converge)" for name, of in beside_fp8.PAPER.items()
     ]
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -123,10 +123,10 @@ def along(cells: Mapping[str, CellResult]) -> Figure:
     groups = [group for group in GROUPS if group[0] != "350m"]
     figure = Figure(figsize=(7, 5.2), layout="constrained")
     panels = list(figure.subplots(2, math.ceil(len(groups) / 2), sharey=True).flat)
-    texts = list(curves.CHANGES)[1:]
+    texts = list(beside_fp8.CHANGES)[1:]
     for axes, group in zip(panels, groups, strict=False):
         for i, text in enumerate(texts):
-            found = curves.change_along(cells, group, text)
+            found = beside_fp8.change_along(cells, group, text)
             x = [
                 tokens / 1e6 for tokens in found if tokens >= 3e6
             ]  # before, differences are ten times as large
@@ -156,13 +156,15 @@ def missed(cells: Mapping[str, CellResult]) -> Figure:
     panels = figure.subplots(1, len(groups), sharey=True)
     for axes, group in zip(panels, groups, strict=True):
         for y, policy in enumerate(policies):
-            for x, (n, of) in enumerate(curves.missed_by(cells, group, policy, "floor") or ()):
+            for x, (n, of) in enumerate(beside_fp8.missed_by(cells, group, policy, "floor") or ()):
                 color = "white" if 2 * n > of else "black"
                 axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, color=str(1 - 0.8 * n / of))
                 axes.text(x, y, f"{n}/{of}", ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(range(len(curves.SHARES)), [f"{100 * share:.0f} %" for share in curves.SHARES])
+        axes.set_xticks(
+            range(len(beside_fp8.SHARES)), [f"{100 * share:.0f} %" for share in beside_fp8.SHARES]
+        )
         axes.tick_params(axis="x", labelsize=8)
-        axes.set_xlim(-0.5, len(curves.SHARES) - 0.5)
+        axes.set_xlim(-0.5, len(beside_fp8.SHARES) - 0.5)
         axes.set_title(GROUPS[group].replace(", ", ",\n"), loc="left", fontsize="small")
     panels[0].set_yticks(range(len(policies)), policies)
     panels[0].set_ylim(len(policies) - 0.5, -0.5)

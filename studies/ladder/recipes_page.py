@@ -1,18 +1,15 @@
 """The table of docs/recipes.md: every recipe's loss, speed and memory, from its runs."""
 
 import pathlib
-import statistics
 from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
-from analysis.statistics import paired_difference
-from mxjax.runtime.tables import table
-from studies.documents import insert
+from mxjax.runtime.tables import insert, table
 from studies.ladder.report import RESULTS
 from studies.ladder.results import CellResult, Run, baseline, by_group, gather, read_runs
-from studies.ladder.tables import interval, number
+from studies.ladder.tables import beside
 from training.process.environment import input_errors
 
 RUNS = RESULTS / "recipes.jsonl"
@@ -35,19 +32,10 @@ def recipes_table(runs: Sequence[Run]) -> str:
 
 
 def _row(cell: CellResult, base: CellResult | None) -> list[object]:
-    losses, runs = list(cell.losses.values()), list(cell.runs.values())
-    gap = ["-", "-"]
-    if base is not None and base is not cell:
-        d = paired_difference(cell.losses, base.losses)
-        gap = [number(d.mean, "+.4f"), interval(d.low, d.high)]
-    fastest = max(runs, key=lambda run: run["tokens"] / run["seconds"])
+    fastest = max(cell.runs.values(), key=lambda run: run["tokens"] / run["seconds"])
     memory = fastest.get("step_bytes")
     return [
-        cell.label,
-        len(runs),
-        cell.n_diverged,
-        number(statistics.mean(losses)) if losses else "-",
-        *gap,
+        *beside(cell, base),
         f"{fastest['tokens'] / fastest['seconds']:,.0f}",
         f"{memory / 2**30:.2f}" if memory else "-",
     ]

@@ -14,8 +14,9 @@ import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
-from studies.documents import STYLE, as_csv, insert
-from studies.ladder import beside_paper, claims, curves, plots, second_part, tables, token_tables
+from mxjax.runtime.tables import insert
+from studies.documents import STYLE, as_csv
+from studies.ladder import beside_fp8, claims, plots, second_part, tables, token_tables
 from studies.ladder.results import CellResult, Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
 from studies.quotes import fill
@@ -32,24 +33,14 @@ TABLES = {
     "progress": tables.progress,
     "tuned rates": tables.tuned_rates,
     "final losses": tables.final_losses,
-    "paper layout": tables.paper_layout,
     "claims": claims.claims,
     "both": claims.both,
-    "elsewhere": claims.elsewhere,
-    "alone": claims.alone,
-    "grid": claims.grid,
-    "rceil": claims.rceil,
-    "hard": claims.hard,
-    "hard even": claims.hard_even,
     "seen": claims.seen,
-    "rule contrasts": claims.rule_contrasts,
-    "power": tables.power,
-    "averaging": tables.averaging,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
-    "nats": beside_paper.nats,
-    "along": curves.along,
-    "missed": curves.missed,
+    "nats": beside_fp8.nats,
+    "along": beside_fp8.along,
+    "missed": beside_fp8.missed,
     "mechanism": second_part.mechanism,
     "mechanism even": second_part.mechanism_even,
     "local": second_part.local,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from mxjax.runtime.tables import table
 from studies.ladder.cells import FRESH, MUON_RATE, MUON_RATES
-from studies.ladder.claim_lists import Claim
-from studies.ladder.claims import Cells, by_seed, table_of_tests
+from studies.ladder.claims import Cells, Claim, by_seed, table_of_tests
 from studies.ladder.kinds import ARRANGED, LOCAL
 from studies.ladder.studies import FIRST, MUON, STUDIES
 from studies.ladder.tables import number

@@ -51,8 +51,6 @@ HARD = ("lr2x", "lr3x", "lr4x", "batch16", "seq2048", "outliers")
 """The hard regimes, by the ends of their protocols' names."""
 HARD_EVEN = ("lr2x", "lr3x", "outliers")
 """Those that also run under `even`."""
-TOO_HIGH = ("lr3x", "lr4x")
-"""Those whose learning rate is too high for every policy; means leave them out."""
 _WITHOUT_MXFP4 = ("fp8", "bf16")
 _OF_EXPERTS = ("bf16", "fp8", "wgrad", "wgrad_hadamard", "full_hadamard", "nvfp4")
 """The policies of the study of experts: recipes that split operands or read tensors do not run on them."""

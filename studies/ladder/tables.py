@@ -6,14 +6,11 @@ from collections.abc import Mapping
 
 from analysis.statistics import (
     Estimate,
-    detectable,
-    differences,
     paired_difference,
-    seeds_needed,
     standard_deviation,
 )
 from mxjax.runtime.tables import table
-from studies.ladder.cells import FRESH, MAIN_PROTOCOLS, MUON_RATE
+from studies.ladder.cells import FRESH, MUON_RATE
 from studies.ladder.results import CellResult, baseline, by_group
 from studies.ladder.studies import STUDIES
 
@@ -28,8 +25,6 @@ GROUPS: Mapping[tuple[str, str], str] = {
     ("350m", "tuned-350m"): "350m",
 }
 """Models and protocols of the runs that stand side by side, and their names in tables and figures."""
-LAST = (1, 2, 3)
-"""How many of the last evaluations are averaged for comparison."""
 
 
 def number(x: float, form: str = ".4f") -> str:
@@ -45,6 +40,16 @@ def interval(low: float, high: float, form: str = "+.4f") -> str:
 def with_interval(e: Estimate, form: str) -> str:
     """Returns an estimate with its interval in brackets."""
     return f"{number(e.mean, form)} ({interval(e.low, e.high, form)})"
+
+
+def beside(cell: CellResult, base: CellResult | None) -> list[object]:
+    """Returns a cell's label, runs, diverged runs, mean loss, and difference to `base` with the interval."""
+    losses, difference = list(cell.losses.values()), ["-", "-"]
+    if base is not None and base is not cell:
+        d = paired_difference(cell.losses, base.losses)
+        difference = [number(d.mean, "+.4f"), interval(d.low, d.high)]
+    mean = number(statistics.mean(losses)) if losses else "-"
+    return [cell.label, len(cell.runs), cell.n_diverged, mean, *difference]
 
 
 def progress(cells: Cells) -> str:
@@ -88,18 +93,9 @@ def final_losses(cells: Cells) -> str:
             continue
         rows = []
         for cell in group:
-            values, d = list(cell.losses.values()), paired_difference(cell.losses, base.losses)
-            rows.append(
-                [
-                    cell.label,
-                    len(cell.runs),
-                    cell.n_diverged,
-                    number(statistics.mean(values)) if values else "-",
-                    number(standard_deviation(values)),
-                    *(["-", "-"] if cell is base else [number(d.mean, "+.4f"), interval(d.low, d.high)]),
-                    cell.devices,
-                ]
-            )
+            *runs, difference, between = beside(cell, base)
+            deviation = number(standard_deviation(list(cell.losses.values())))
+            rows.append([*runs, deviation, difference, between, cell.devices])
         header = "policy, rules | runs | diverged | loss | sd | minus fp8 | 95 % | device"
         parts.append(f"`{model}`, protocol `{protocol}`:\n\n{table(header, rows)}")
     return "\n\n".join(parts)
@@ -114,19 +110,6 @@ PAPER_ROWS = (
 )
 
 
-def paper_layout(cells: Cells) -> str:
-    """Returns the losses beyond fp8 in the layout of the paper's table, for each protocol of `60m`."""
-    parts = []
-    for (model, protocol), group in by_group(dict(cells)).items():
-        base, found = baseline(group), {cell.label: cell for cell in group}
-        if protocol not in MAIN_PROTOCOLS or base is None or not {"wgrad floor", "wgrad even"} & found.keys():
-            continue
-        shown = {name: _with_half(cell, base) for name, cell in found.items()}
-        layout = table(PAPER_COLUMNS, paper_rows(shown))
-        parts.append(f"`{model}`, protocol `{protocol}`, nats beyond fp8:\n\n{layout}")
-    return "\n\n".join(parts)
-
-
 def paper_rows(shown: Mapping[str, str]) -> list[list[str]]:
     """Returns the rows of the paper's table that have something to show; what they lack is blank."""
     rows = []
@@ -136,79 +119,3 @@ def paper_rows(shown: Mapping[str, str]) -> list[list[str]]:
             if any(chosen):
                 rows.append([name, f"`{rule}`", *chosen])
     return rows
-
-
-def _with_half(cell: CellResult, base: CellResult) -> str:
-    """Returns a cell's mean loss beyond fp8, half of its interval, and how many of its runs diverged."""
-    d, parts = paired_difference(cell.losses, base.losses), []
-    if d.n:
-        parts.append(f"{d.mean:+.3f}" + ("" if math.isnan(d.low) else f" ± {d.mean - d.low:.3f}"))
-    if cell.n_diverged:
-        parts.append(f"{cell.n_diverged} of {len(cell.runs)} diverged")
-    return ", ".join(parts)
-
-
-def power(cells: Cells) -> str:
-    """Returns the scatter of the pairs, and the seeds that a difference needs."""
-    sizes = (0.01, 0.02, 0.03, 0.05)
-    rows = []
-    for (model, protocol), group in by_group(dict(cells)).items():
-        base = baseline(group)
-        for cell in group:
-            pairs = differences(cell.losses, base.losses) if base is not None and base is not cell else []
-            if len(pairs) < 3 or base is None:
-                continue
-            sd = standard_deviation(pairs)
-            needed = (seeds_needed(sd, size) for size in sizes)
-            common = sorted(cell.losses.keys() & base.losses.keys())
-            r = statistics.correlation([cell.losses[s] for s in common], [base.losses[s] for s in common])
-            rows.append(
-                [
-                    f"{cell.label}, {model} {protocol}",
-                    len(pairs),
-                    number(sd),
-                    f"{r:+.2f}",
-                    number(detectable(sd, len(pairs))),
-                    *("> 1000" if n is None else n for n in needed),
-                ]
-            )
-    names = " | ".join(f"seeds for {size:g}" for size in sizes)
-    header = f"pairs with fp8 | n | sd | correlation | detectable | {names}"
-    return table(header, rows)
-
-
-def averaging(cells: Cells) -> str:
-    """Returns the standard deviation over seeds with the mean of the last evaluations as a seed's loss.
-
-    Of losses and of their differences to fp8; at the end, by protocol, the mean ratio of each of the
-    latter to that of the last evaluation alone.
-    """
-    rows, ratios = [], dict[str, list[list[float]]]()
-    for group in by_group(dict(cells)).values():
-        base = baseline(group)
-        for cell in group:
-            if len(cell.losses) < 8 or base is None:
-                continue
-            protocol = f"{cell.model} {cell.protocol['name']}"
-            own = [standard_deviation(list(_last(cell, k).values())) for k in LAST]
-            row = [f"{cell.label}, {protocol}", *map(number, own)]
-            if cell is base or len(cell.losses.keys() & base.losses.keys()) < 8:
-                rows.append([*row, "", "", ""])
-                continue
-            paired = [standard_deviation(differences(_last(cell, k), _last(base, k))) for k in LAST]
-            rows.append([*row, *map(number, paired)])
-            ratios.setdefault(protocol, []).append([sd / paired[0] for sd in paired])
-    for protocol, of_cells in ratios.items():
-        means = [number(statistics.fmean(column), ".3f") for column in zip(*of_cells, strict=True)]
-        rows.append([f"mean ratio, {protocol}", "", "", "", *means])
-    columns = "the last | mean of the last 2 | of the last 3"
-    return table(f"sd over eight seeds of | {columns} | minus fp8, {columns}", rows)
-
-
-def _last(cell: CellResult, count: int) -> dict[int, float]:
-    """Returns the mean of each seed's last evaluations."""
-    return {
-        seed: statistics.fmean(loss for _, loss in run["evaluations"][-count:])
-        for seed, run in cell.runs.items()
-        if seed in cell.losses
-    }

@@ -4,8 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from analysis import statistics as token_ratios
-from analysis.statistics import Estimate
+from analysis.statistics import Estimate, effective_multiple, overhead
 from mxjax.runtime.tables import table
 from studies.ladder.cells import BASELINE, MAIN_PROTOCOLS, MULTIPLES
 from studies.ladder.results import CellResult, baseline, by_group
@@ -27,9 +26,7 @@ def decay_tokens(cells: Cells) -> str:
             continue
         for cell in group:
             if cell is not base:
-                rows.append(
-                    [cell.label, *_multiple(token_ratios.effective_multiple(cell.losses, lengths), lengths)]
-                )
+                rows.append([cell.label, *_multiple(effective_multiple(cell.losses, lengths), lengths)])
     if not rows:
         return "\n".join(notes) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
     header = "policy, rules | seeds | tokens of fp8 | 95 % | overhead"
@@ -44,7 +41,7 @@ def paper_layout_in_tokens(cells: Cells) -> str:
         if base is None:
             continue
         if _has_lengths(protocol) and len(lengths) >= 3:
-            found = {cell.label: token_ratios.effective_multiple(cell.losses, lengths) for cell in group}
+            found = {cell.label: effective_multiple(cell.losses, lengths) for cell in group}
             measure, shown = "P2", {name: overhead_with_interval(e) for name, e in found.items()}
         elif len(group) > 1 and is_constant(base):
             shown = {cell.label: reached_later(cell, base) for cell in group}
@@ -102,7 +99,7 @@ def is_constant(base: CellResult) -> bool:
 
 def reached_later(cell: CellResult, base: CellResult) -> str:
     """Returns P1's overhead of a cell over fp8 with its interval, or the number of runs that it lacks."""
-    found = token_ratios.overhead(_curves(cell), _curves(base))
+    found = overhead(_curves(cell), _curves(base))
     mean, low, high = (100 * math.expm1(x) for x in found.log_ratio[:3])
     percent = "-" if math.isnan(mean) else f"{found.bound}{mean:+.1f} %"
     span = interval(low, high, "+.1f")

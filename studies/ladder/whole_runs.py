@@ -19,7 +19,7 @@ from studies.ladder.cells import Cell, protocol_of, recipe_of
 from train import train
 from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
 from training.log.health import NonFiniteError
-from training.log.metrics import FILE
+from training.log.metrics import METRICS
 from training.process.interruption import RunInterrupted
 
 
@@ -105,7 +105,7 @@ class WholeRuns:
                     finite = False
                 except RunInterrupted as error:
                     raise SystemExit("interrupted; the same command continues with this run") from error
-            lines = [json.loads(line) for line in (out / FILE).read_text().splitlines()]
+            lines = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
         steps = [line for line in lines if "step_s" in line]
         seconds = [line["step_s"] for line in steps[1:] or steps]  # the first one compiles
         evaluations = [line for line in lines if "eval_loss" in line]

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import attention, dot, quantize, ragged
+from benchmarks.kernels import attention, context, dot, quantize, ragged
+from models.partial_attention import Results
 from mxjax.kernels.selftest import tune_gemm
-from mxjax.kernels.selftest.timing import Timing, measure
+from mxjax.kernels.selftest.measured import Timing, measure
 
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
@@ -206,6 +207,40 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch):
     [case, *_] = attention.kernel_cases(attention.Shape(1, 19, 2, 1, 64))
     with pytest.raises(AssertionError, match="differs from the float32 reference"):
         case.check()
+
+
+@pytest.mark.slow
+def test_context_times_every_way_to_share_a_sequence(capsys):
+    context.main(["--shapes", "1x64x2x1x64", "--rounds", "1", "--commit", "abc"])
+    _, report = printed(capsys)
+    assert set(report) == HEADER | {"devices"}
+    ways = ("one device", "ring", "all-gather", "all-to-all")
+    timed = [(r["which"], r["by"]) for r in report["records"] if "absent" not in r]
+    assert timed == [(which, by) for which in ("forward", "forward and backward") for by in ways]
+
+
+@pytest.mark.parametrize("shape", ["2x64x2x1x64", "1x63x2x1x64"])
+def test_context_refuses_what_devices_cannot_share(shape, capsys):
+    with pytest.raises(SystemExit):
+        context.main(["--shapes", shape])
+    assert "--shapes needs one sequence, of a multiple of 2 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", range(3))
+def test_the_gathered_chunks_of_a_device_have_its_attention(device):
+    """By three devices, each of which has two of six chunks, beside whole attention in float32."""
+    q, k, v, dout = (x.astype(jnp.float32) for x in context._tensors(attention.Shape(1, 48, 2, 1, 64))[0])
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    rows = np.r_[device * 8 : device * 8 + 8, 40 - device * 8 : 48 - device * 8]
+    with jax.default_matmul_precision("highest"):
+        out, vjp = jax.vjp(attend, q, k, v)
+        wanted = vjp(jnp.zeros_like(dout).at[:, rows].set(dout[:, rows]))
+        found, lse = context._attend(3, device, q[:, rows], k, v)
+        of_rows = dout[:, rows], jnp.sum(found * dout[:, rows], axis=-1)
+        gradients = context._gradients(3, device, q[:, rows], k, v, Results(found, lse, *of_rows))
+    np.testing.assert_allclose(found, out[:, rows], rtol=1e-4, atol=1e-5)
+    for got, exact in zip(gradients, (wanted[0][:, rows], *wanted[1:]), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_the_reference_of_attention_has_the_gradients_of_jax():

@@ -1,29 +1,19 @@
 """Every named policy's dot and model step lower by every implementation, or say which to use."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from support.programs import run_compiled
 
 import mxjax
 from mxjax.numerics.formats import get_format
 
-TESTS = pathlib.Path(__file__).parents[1]
 CALLS = ([], ["triton_kernel_call_ffi"])
 
 
 def lower(*arguments: str) -> list[dict]:
-    """Returns what `support.every_policy` prints in a process without a GPU and without the interpreter."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "support.every_policy", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    """Returns what `support.every_policy` prints."""
+    return [json.loads(line) for line in run_compiled("support.every_policy", *arguments).splitlines()]
 
 
 def only_xla_takes(name: str) -> bool:

@@ -1,13 +1,11 @@
 """The jitted functions lower for CUDA on a machine without a GPU, in a process without the interpreter."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.programs import run_compiled
 
 from mxjax.kernels import lowering
 
@@ -64,16 +62,6 @@ with use_target(Target("cuda", "sm_90")):
 pytestmark = pytest.mark.slow
 
 
-def run(script, *arguments):
-    """Returns what a script prints in a process without a GPU and without the interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    return done.stdout
-
-
 def test_two_threads_that_lower_a_kernel_compile_it_once(monkeypatch):
     class Pool:
         def submit(self, function, *job):
@@ -89,7 +77,7 @@ def test_two_threads_that_lower_a_kernel_compile_it_once(monkeypatch):
 
 def test_lowers_for_cuda_without_a_gpu():
     """Experts' product, by kernels too, has scratch memory for each of its 14 programs as another result."""
-    assert run(SCRIPT).split() == ["1", "3", "1", "1", "1"]
+    assert run_compiled(SCRIPT, PYTHONWARNINGS="error").split() == ["1", "3", "1", "1", "1"]
 
 
 DOT = r"""
@@ -241,5 +229,5 @@ MORE += [("sm_90", "full_hadamard", "scaled_dot", SCALED_DOT), ("sm_100", "full_
 def test_dot_and_its_gradients_lower_to_the_kernels(cases):
     """Lowers all cases in one process, which keeps what it compiles."""
     wanted = [case[:3] for case in cases]
-    lowered = dict(zip(wanted, json.loads(run(DOT, json.dumps(wanted))), strict=True))
+    lowered = dict(zip(wanted, json.loads(run_compiled(DOT, json.dumps(wanted))), strict=True))
     assert lowered == {case[:3]: case[3] for case in cases}

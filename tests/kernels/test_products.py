@@ -103,18 +103,8 @@ def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand,
     [
         "fprop_dgrad",
         "nvfp4",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "tetrajet_v2",
-                "chmiel_mx",
-                "four_over_six",
-                "quartet2",
-                "averis",
-                "quartet",
-                "ms_fp4",
-            )
-        ),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("tetrajet_v2", "quartet2", "averis", "ms_fp4")),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("chmiel_mx", "four_over_six", "quartet")),
     ],
 )
 def test_one_tensor_is_prepared_for_gemms_of_different_formats(policy):

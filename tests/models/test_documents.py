@@ -29,13 +29,14 @@ def test_a_document_starts_after_the_end_of_another():
     assert first_keys(document_starts(PACKED, END), 5)[0, 8:17].tolist() == [4, 5, 6, 7, 8, 9, 14, 15, 15]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "rules", "longest", "restart"),
     [
-        pytest.param(SMALL, [], 64, False, marks=pytest.mark.slow),
+        (SMALL, [], 64, False),
         (SINKS, [], 8, True),
-        pytest.param(SMALL, [], 8, False, marks=pytest.mark.slow),
-        pytest.param(SINKS, UNFUSED, 64, True, marks=pytest.mark.slow),
+        pytest.param(SMALL, [], 8, False, marks=pytest.mark.exhaustive),
+        (SINKS, UNFUSED, 64, True),
     ],
     ids=["whole", "windows and sinks in pieces", "in pieces", "by dot_general"],
 )

@@ -1,20 +1,16 @@
 """The embedding's gradient on GPUs has the same bits in any order and on any mesh; float64 is the oracle."""
 
 import dataclasses
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import SMALL, layer_policies
+from support.programs import on_devices
 
 from models import decoder, embedding
 
-ROOT = pathlib.Path(__file__).parents[2]
 ROWS, WIDTH = 512, 32
 
 
@@ -124,6 +120,4 @@ for rows in (128, 4096):
 
 @pytest.mark.slow
 def test_a_mesh_gives_the_bits_of_one_device():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    on_devices(4, SHARDED)

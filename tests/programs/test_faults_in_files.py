@@ -127,6 +127,7 @@ def test_a_folder_in_use_is_left_alone(run):
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_configuration_is_named(run):
     path = run / "config.json"
     for content in (path.read_text()[:900], "", "[]"):
@@ -134,6 +135,7 @@ def test_a_damaged_configuration_is_named(run):
         assert f"{path} is damaged: " in error_of("--resume", "--out", run)
 
 
+@pytest.mark.slow
 def test_damaged_records_and_a_renamed_checkpoint_cost_nothing_else(run, whole, capsys):
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     damaged = b"".join([lines[0], b"\0\0\0\n", *lines[2:]])
@@ -165,6 +167,7 @@ def test_moments_that_would_become_nan_end_the_run_with_its_last_finite_state(te
     export_checkpoint(out, tmp_path / "exported")  # finite
 
 
+@pytest.mark.slow
 def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp_path):
     model = from_dict(read_run_config(run)["model"])
     with Checkpoints(run / "checkpoints") as checkpoints:
@@ -190,6 +193,7 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp
         assert f"the weights of step 0 in {run} hold NaN or infinity" in said
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_through_a_link_of_a_run_to_begin_with(run, text, tmp_path):
     (tmp_path / "secret").write_text("secret")
     (run / "huggingface").mkdir()

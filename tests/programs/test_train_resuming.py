@@ -10,7 +10,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from support.runs import lines, resume, run, untimed, weights
+from support.runs import LAYERS, STOCHASTIC, lines, resume, run, untimed, weights
 
 import eval as evaluation_program
 from mxjax.runtime.checkout import commit
@@ -21,9 +21,7 @@ from training.log import reporter as step_reporter
 from training.process.interruption import RunInterrupted
 from training.run.resume import _MAY_CHANGE, check_resumable
 
-# Random bits in every GEMM of a layer; what has none compiles faster.
-LAYERS = ("head=bf16", "*.attention.*=bf16", "*.gate_up=bf16")
-FLAGS = ("--policy", "full_sr", "--layers", *LAYERS, "--eval-every", "3")
+FLAGS = (*STOCHASTIC, "--eval-every", "3")
 
 
 @pytest.fixture(scope="module")

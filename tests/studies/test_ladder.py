@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import types
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
 from studies.documents import as_csv
 from studies.ladder import __main__ as program
-from studies.ladder import cells, programs, recipes_page, report, tables, token_tables, whole_runs
+from studies.ladder import cells, programs, recipes_page, report, token_tables, whole_runs
 from studies.ladder.cells import PROTOCOLS, Cell, Protocol, policy_of, recipe_of
 from studies.ladder.results import add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
@@ -170,15 +169,6 @@ def test_a_cell_names_the_devices_of_its_runs():
     assert gather([runs[0] | {"device": "cpu"}])["a"].devices == "cpu"
 
 
-def test_the_papers_layout_counts_diverged_runs():
-    losses = {"fp8": [3.0, 3.0], "wgrad floor": [3.1, 3.1]}
-    losses |= {"wgrad_sr floor": [3.2, math.nan], "full_sr floor": [math.nan, math.nan]}
-    runs = [record(name, name, seed, loss) for name in losses for seed, loss in enumerate(losses[name])]
-    found = tables.paper_layout(gather(runs))
-    assert "| +0.200, 1 of 2 diverged |" in found
-    assert "| 2 of 2 diverged |" in found
-
-
 def test_token_tables_of_finished_studies():
     runs = []
     for seed in range(4):
@@ -194,18 +184,3 @@ def test_token_tables_of_finished_studies():
     assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
     assert "| full_sr | 4 | < 0.65 | - | - |" in token_tables.decay_tokens(found)
     assert "| wgrad | 4 | 0.900 |" in token_tables.decay_tokens(found)
-
-
-def test_averages_of_the_last_evaluations_are_compared_by_the_scatter_of_differences():
-    runs = []
-    generator = np.random.default_rng(0)
-    for policy in ("fp8.own", "wgrad.floor"):
-        for seed in range(8):
-            name = f"{policy}.60m.tuned-60m"
-            losses = [[n, x] for n, x in enumerate(generator.normal(3, 0.1, 4))]
-            runs.append(record(name, policy.split(".")[0], seed, losses[-1][1]) | {"evaluations": losses})
-    shown = tables.averaging(gather(runs))
-    at = np.array([[loss for _, loss in run["evaluations"]] for run in runs]).reshape(2, 8, 4)
-    d = [np.std(at[1, :, -k:].mean(axis=1) - at[0, :, -k:].mean(axis=1), ddof=1) for k in (1, 2, 3)]
-    assert "| " + " | ".join(f"{x:.4f}" for x in d) + " |" in shown
-    assert f"| 1.000 | {d[1] / d[0]:.3f} | {d[2] / d[0]:.3f} |" in shown

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import re
@@ -44,6 +45,15 @@ def run_compiled(script, *arguments, text=None, **environment):
     done = subprocess.run(command, capture_output=True, text=True, env=variables, input=text)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def on_devices(devices: int, script, *arguments, **environment) -> list[dict]:
+    """Returns the JSON lines that a script or module prints on virtual devices, in a process of its own.
+
+    LLVM does not optimize, which would take longer than the programs run.
+    """
+    environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | environment
+    return [json.loads(line) for line in run_compiled(script, *arguments, **environment).splitlines()]
 
 
 def dot_and_gradients(policy, x, w, dy, key, implementation=None):

@@ -10,6 +10,9 @@ import train as training_program
 from training.command_line import parse
 from training.run.checkpoints import Checkpoints
 
+# Random bits in every GEMM of a layer of each block; what has none compiles faster.
+LAYERS = ("head=bf16", "*.attention.*=bf16", "*.gate_up=bf16")
+STOCHASTIC = ("--policy", "full_sr", "--layers", *LAYERS)
 SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
 
 
@@ -50,3 +53,16 @@ def weights(out):
 def untimed(out):
     times = {"tokens_per_s", "tflops_per_device", "step_s"}  # no two runs have the same
     return [{k: v for k, v in record.items() if k not in times} for record in lines(out)]
+
+
+def event_files(folder):
+    """Returns what TensorBoard's own reader finds in a folder."""
+    # It takes a second, which few processes need.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def scalars(folder, tag):
+    """Returns (step, value) of each scalar of this name."""
+    return [(event.step, event.value) for event in event_files(folder).Scalars(tag)]

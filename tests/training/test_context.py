@@ -1,69 +1,43 @@
 """Context parallelism: losses and gradients are those of one device, and what is refused."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
+from support.programs import on_devices
 
 from models.context import fewest_sequences, sequence_parts
 from models.ring import ring_bytes
 from mxjax.runtime.devices import Target
 from training.sharding import parse_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
+# A last bit may round an element elsewhere. In Dgrad's 4 bits that goes on through all blocks.
+GRADIENTS = {"fp32": 1e-4, "bf16": 5e-3, "wgrad_hadamard": 5e-3, "wgrad_sr": 5e-3, "full_hadamard": 0.1}
+CASES = [
+    "fp32:context=2,fsdp=2,tensor=2:2:64",
+    "fp32:context=4,fsdp=2:2:128:plain",
+    "wgrad_sr:context=8:1:256",
+]
+MORE = ["fp32:context=8:2:256", "fp32:context=4,data=2:2:128", "bf16:context=8:1:256"]
+MORE += ["wgrad_hadamard:context=2,fsdp=2,tensor=2:2:64", "full_hadamard:context=4,data=2:2:128"]
 
 
-def program(*arguments) -> list[dict]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "tests/support/contexts.py", *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "gradients"),
-    [
-        (["fp32:context=2,fsdp=2,tensor=2:2:64"], 1e-4),
-        pytest.param(
-            ["fp32:context=8:2:256", "fp32:context=4,data=2:2:128", "fp32:context=4,fsdp=2:2:128:plain"],
-            1e-4,
-            marks=pytest.mark.slow,
-        ),
-        # A last bit may round an element elsewhere. In Dgrad's 4 bits that goes on through all blocks.
-        pytest.param(
-            [
-                "bf16:context=8:1:256",
-                "wgrad_hadamard:context=2,fsdp=2,tensor=2:2:64",
-                "wgrad_sr:context=8:1:256",
-            ],
-            5e-3,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["full_hadamard:context=4,data=2:2:128"], 0.1, marks=pytest.mark.slow),
-    ],
+    "cases", [pytest.param(CASES, marks=pytest.mark.slow), pytest.param(MORE, marks=pytest.mark.exhaustive)]
 )
-def test_losses_and_gradients_are_those_of_one_device(cases, gradients):
+def test_losses_and_gradients_are_those_of_one_device(cases):
     """With windows by layer, sinks and two documents a sequence, or with a causal mask alone."""
-    found = program("losses", *cases)
+    found = on_devices(8, "support.contexts", "losses", *cases)
     assert [record["case"] for record in found] == cases
     for record in found:
         assert record["loss"] < 1e-5, record
-        assert record["gradients"] < gradients, record
+        assert record["gradients"] < GRADIENTS[record["case"].partition(":")[0]], record
 
 
 @pytest.mark.slow
 def test_products_of_shared_sequences_have_the_bits_of_one_device():
     """Wgrad's blocks of tokens and random bits are the same; only sums over devices have another order."""
     policies = "bf16", "wgrad_hadamard", "full_hadamard", "wgrad_sr", "wgrad_rht"
-    for record in program("products", *policies):
+    for record in on_devices(8, "support.contexts", "products", *policies):
         *same, dw = record["errors"]
         assert same == [0, 0], record
         assert dw < 3e-7, record

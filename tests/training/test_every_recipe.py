@@ -71,8 +71,8 @@ def train(layers, precision=PrecisionConfig()):  # noqa: B008
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(names, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
-        for i, names in enumerate(GROUPS)
+        pytest.param(names, marks=pytest.mark.slow if "nvfp4" in names else pytest.mark.exhaustive)
+        for names in GROUPS
     ],
     ids=" ".join,
 )
@@ -96,7 +96,11 @@ def expanded(name, **steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "deoscillate"),
-    [("primus_deosc", "3:20:10"), ("primus_deosc_qkvo", "3:20:10:bf16"), ("tetrajet_v2_reset", "8:20:30:5")],
+    [
+        pytest.param("primus_deosc", "3:20:10", marks=pytest.mark.exhaustive),
+        ("primus_deosc_qkvo", "3:20:10:bf16"),
+        ("tetrajet_v2_reset", "8:20:30:5"),
+    ],
 )
 def test_a_recipe_that_snaps_weights_trains(name, deoscillate):
     """With earlier steps, in one layer: the table of `primus_deosc` has four blocks in BF16."""

@@ -2,12 +2,7 @@
 
 import dataclasses
 import functools
-import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +11,7 @@ import pytest
 from support.contexts import EXPERTS as SMALL
 from support.contexts import relative
 from support.llamas import layer_policies
+from support.programs import on_devices
 
 import mxjax
 from models import decoder, expert_parallel
@@ -26,7 +22,6 @@ from models.experts import check_policies
 from mxjax.stats.layers import Tensors
 from training.sharding import check_batch, check_shards, parse_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXPERTS, ACTIVE, TOKENS = 8, 2, 96
 
 
@@ -85,7 +80,9 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
             assert placement.sizes.sum() >= placement.used.sum()
 
 
-@pytest.mark.parametrize(("traffic", "there"), [(None, "bf16[{},128]"), ("fp4", "u8[{},68]")])
+@pytest.mark.parametrize(
+    ("traffic", "there"), [pytest.param(None, "bf16[{},128]", marks=pytest.mark.slow), ("fp4", "u8[{},68]")]
+)
 def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch, traffic, there):
     """Of one block, and its gradient; only packed tokens are not in bfloat16."""
     monkeypatch.setattr(expert_parallel, "on_gpu", lambda: True)
@@ -106,26 +103,17 @@ def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch, traffic, th
     assert sorted(shapes) == sorted([there.format(capacity), "bf16[64,128]", whole, "bf16[64,128]"])
 
 
-def program(*arguments) -> list[dict]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "tests/support/contexts.py", *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+program = functools.partial(on_devices, 8, "support.contexts")
+QUANTIZED = ["wgrad_sr:expert=2,fsdp=2,tensor=2:8:16", "wgrad_hadamard:expert=8:8:16"]
+QUANTIZED += ["nvfp4:expert=2,context=2,data=2:4:64", "fp32:expert=4,data=2:8:16"]
 
 
 @pytest.mark.parametrize(
     ("cases", "loss", "gradients"),
     [
-        pytest.param(["fp32:expert=4,data=2:8:16"], 1e-6, 1e-4, marks=pytest.mark.slow),
+        pytest.param(["fp32:expert=2,fsdp=2,tensor=2:8:16"], 1e-6, 1e-4, marks=pytest.mark.slow),
         # In MXFP4 a last bit may round an element elsewhere, as on other meshes.
-        pytest.param(["wgrad_sr:expert=2,fsdp=2,tensor=2:8:16"], 1e-5, 5e-3, marks=pytest.mark.slow),
-        pytest.param(
-            ["wgrad_hadamard:expert=8:8:16", "nvfp4:expert=2,context=2,data=2:4:64"],
-            *(1e-5, 5e-3),
-            marks=pytest.mark.exhaustive,
-        ),
+        pytest.param(QUANTIZED, 1e-5, 5e-3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
@@ -145,7 +133,7 @@ def test_products_of_experts_have_the_bits_of_one_device():
         assert max(record["errors"]) < 3e-7, record
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("bit", "moved", "gradients"), [(-21, 0, (0, 1e-5)), (-15, 100, (1e-2, 1))])
 def test_gradients_jump_where_a_last_bit_rounds_an_element_elsewhere(bit, moved, gradients):
     """On one device, by the same random bits: what another order of summation changes on a mesh too."""
@@ -178,9 +166,8 @@ def test_gradients_jump_where_a_last_bit_rounds_an_element_elsewhere(bit, moved,
 @pytest.mark.slow
 def test_packed_tokens_give_the_bits_of_whole_ones():
     """Of Fprop, Dgrad and a Wgrad that reads what arrives, from rows as the Fprop quantizes them."""
-    for record in program(
-        "traffic", "tetrajet:expert=2,data=2,fsdp=2", "lumen_dequantized:expert=4,tensor=2"
-    ):
+    cases = "tetrajet:expert=2,data=2,fsdp=2", "lumen_dequantized:expert=4,tensor=2"
+    for record in program("traffic", *cases):
         assert record["same"] == [True] * 4, record
         assert not record["whole"], record
 

@@ -88,7 +88,7 @@ def compare(
     [
         (SMALL, 8, 64, 1, "bf16", "xla", "none"),
         pytest.param(SMALL, 8, 64, 1, "bf16", "xla", "dots", marks=pytest.mark.slow),
-        (MIXED, 8, 64, 1, "bf16", "xla", "none"),
+        pytest.param(MIXED, 8, 64, 1, "bf16", "xla", "none", marks=pytest.mark.slow),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
         pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
         *(

@@ -10,7 +10,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from support.runs import untimed, weights
+from support.runs import LAYERS, untimed, weights
 
 import eval as evaluation_program
 import mxjax
@@ -30,7 +30,8 @@ SWITCHING = "wgrad_sr; fp8 from 4"
 
 
 def run(text, out, policy, *flags):
-    flags = [*SMALL, "--eval-every", "2", "--data", str(text), "--out", str(out), "--policy", policy, *flags]
+    flags = ["--policy", policy, "--layers", *LAYERS, "--eval-every", "2", *flags]
+    flags = [*SMALL, "--data", str(text), "--out", str(out), *flags]
     return training_program.train(parse(flags))
 
 
@@ -175,7 +176,7 @@ def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, swit
     files[0].write_text(OWN)
     files[1].write_text(mxjax.policy_to_json(mxjax.get_policy("fp8")))
     schedule = f"{files[0]}:own; {files[1]} from 4"
-    run(text, out, schedule, *FROM_FILES, "--layers", "head=bf16", "--stop-after", "2")
+    run(text, out, schedule, *FROM_FILES, "--stop-after", "2")
     for file in files:
         file.unlink()
     monkeypatch.setattr(policy_source, "get_policy", lambda name: pytest.fail(f"{name} was looked up"))
@@ -209,7 +210,8 @@ def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
     by_step = {r["step"]: r["eval_loss"] for r in untimed(switched) if "eval_loss" in r}
 
     def evaluate(**arguments):
-        return evaluation_program.evaluate(evaluation_program.EvalConfig(switched, **arguments))
+        options = {"layers": LAYERS} | arguments
+        return evaluation_program.evaluate(evaluation_program.EvalConfig(switched, **options))
 
     assert evaluate()["policy"] == "fp8"
     assert evaluate()["eval_loss"] == evaluate(policy="fp8")["eval_loss"] == by_step[6]

@@ -38,7 +38,7 @@ BOTH_FILES = (
     "a dataset PREFIX is PREFIX.bin and PREFIX.idx: copy both. nanoGPT's .bin has no .idx: tokenize its text "
     "with `python -m training.tokenize`"
 )
-"""What to do about one file of two, for messages."""
+"""Advice for one file of two, for messages."""
 
 Tokens = Integer[np.ndarray, " n"]
 

@@ -12,8 +12,7 @@ from training.config import DataConfig
 from training.data.evaluation_sets import EvaluationSet, bytes_of_targets
 from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation, parse_blend
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, TextCorpus, evaluation_batches, load_text
-from training.data.token_bytes import TokenBytes, token_bytes_of
-from training.data.tokenizer import tokenizer_path
+from training.data.tokenizer import TokenBytes, token_bytes_of, tokenizer_path
 
 Tokens = Integer[np.ndarray, " n"]
 
@@ -47,7 +46,8 @@ def load_data(config: DataConfig, model_vocab_size: int) -> TextCorpus | Megatro
         corpus = _with_validation(corpus, config.seq_len + 1)
     if config.vocab_size is not None and config.vocab_size < VOCAB_SIZE:
         raise ValueError(
-            f"text is read as {VOCAB_SIZE} ids, which --vocab-size {config.vocab_size} does not hold"
+            f"text is read as {VOCAB_SIZE} ids, 256 bytes and the end of a document, and the model has "
+            f"{config.vocab_size}; raise --vocab-size, or tokenize the text by the model's own tokenizer"
         )
     return dataclasses.replace(corpus, vocab_size=config.vocab_size or VOCAB_SIZE)
 

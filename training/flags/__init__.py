@@ -1,1 +1,1 @@
-"""What flags may be: names that others use for them, ranges of their numbers, and policies."""
+"""Values and names of flags: ranges of numbers, policies, and the names that other programs use."""

@@ -1,4 +1,4 @@
-"""What a policy on the command line may be: a name, a JSON file, or a policy in a Python file."""
+"""Policies on the command line: a name, a JSON file, or a variable of a Python file."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What an import and an export say of themselves: a line and a command, the model card, the end token."""
+"""Texts about an import and an export: a line and a command, the model card, the end token."""
 
 import pathlib
 import shlex

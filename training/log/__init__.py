@@ -1,1 +1,1 @@
-"""What a run says: metrics, terminal, reports, sinks. It is given values and never imports `training.run`."""
+"""Output of a run: metrics, terminal, reports, sinks. It is given values and never imports `training.run`."""

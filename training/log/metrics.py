@@ -91,7 +91,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return found
 
 
-FILE = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 SPIKES = "spikes.jsonl"
 
 
@@ -243,7 +243,7 @@ def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: a line is damaged; the message says which.
     """
-    return [record for _, record in read_lines(folder / FILE, parse_record)]
+    return [record for _, record in read_lines(folder / METRICS, parse_record)]
 
 
 def evaluations(folder: pathlib.Path, weights: str | None = None) -> dict[int, float]:

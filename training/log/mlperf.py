@@ -23,7 +23,7 @@ from training.config import Config
 from training.log.metrics import LineFile, parse_object, read_lines
 from training.plan import Plan
 
-FILE = "mllog.txt"
+MLLOG = "mllog.txt"
 TOKEN = ":::MLLOG "
 # MLPerf's names of our formats, lowest precision first.
 _PRECISIONS = {

@@ -20,10 +20,8 @@ from training.data.evaluation_sets import losses_of
 from training.log import throughput
 from training.log.display import Display
 from training.log.health import NonFiniteError, NonFiniteGuard
-from training.log.metrics import FILE as METRICS
-from training.log.metrics import MetricsLog, Sink, in_words
-from training.log.mlperf import FILE as MLLOG
-from training.log.mlperf import MLPerfLog, settings_of
+from training.log.metrics import METRICS, MetricsLog, Sink, in_words
+from training.log.mlperf import MLLOG, MLPerfLog, settings_of
 from training.log.sinks import EventFiles, WandbRun
 from training.log.spikes import SpikeDetector
 from training.memory import memory_use

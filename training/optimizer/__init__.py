@@ -1,1 +1,1 @@
-"""What a step does with its gradients: the learning rate, the optimizer, and how its state is stored."""
+"""The update from gradients: learning rate, optimizer, and how its state is stored."""

@@ -30,12 +30,16 @@ RANGES: Mapping[str, Range] = types.MappingProxyType(
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
+class DefaultRate(float):
+    """A learning rate that nobody chose; the same number as a flag or argument is a plain float."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer; by default AdamW as in MLPerf Training's llama31_8b, with its warm-up and cosine."""
 
-    lr: float = 4e-3
-    """Peak learning rate."""
+    lr: float = DefaultRate(4e-3)
+    """Peak learning rate. The default is for training from scratch: imported weights need --lr."""
     warmup_steps: int = 30
     """Steps of linear warm-up."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"

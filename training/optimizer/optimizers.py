@@ -157,7 +157,7 @@ def keeps_finite(config: OptimizerConfig) -> Callable[[jax.Array], Bool[Array, "
 def _scale(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """Multiplies the updates by the learning rate."""
     if (rate := extra.get("learning_rate")) is None:
-        raise ValueError("this optimizer's update needs learning_rate=; see training.step.scheduled")
+        raise ValueError("this optimizer's update needs learning_rate=; see training.step.ScheduledStep")
     return jax.tree.map(lambda update: rate * update, updates), state
 
 

@@ -19,7 +19,6 @@ import tensorstore
 from etils import epath  # orbax's class of paths
 
 from models.received import read_object
-from training import files as integrity
 from training.files import MISSING, crc32_of, problem, read_checked, to_checked, unused, write_atomically
 from training.process.environment import in_one_line
 from training.process.together import gather, is_first_process
@@ -167,7 +166,7 @@ def _set_aside(folder: pathlib.Path, good: int | None, damaged: Mapping[int, Map
     for step, problems in damaged.items():
         path = folder / str(step)
         older = good is not None and step < good
-        if older and path.is_dir() and set(problems.values()) == {integrity.MISSING}:
+        if older and path.is_dir() and set(problems.values()) == {MISSING}:
             removals.append(path)
             messages.append(f"removed the rest of {path}, whose removal was interrupted")
         else:

@@ -1,4 +1,4 @@
-"""What `--plan` prints: the memory of a step for a configuration, and what to change if it does not fit.
+"""The forecast that `--plan` prints: the memory of a step, and what to change if it does not fit.
 
 Nothing is computed or written, and the mesh may have more devices than there are: shapes are traced.
 """

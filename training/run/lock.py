@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from training.files import is_same
-from training.log.metrics import FILE as METRICS
+from training.log.metrics import METRICS
 from training.log.report import command_to_continue
 from training.run.checksums import saved_steps
 
-FILE = "lock"
+LOCK = "lock"
 _BEGIN = "process "
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
 
@@ -36,7 +36,7 @@ class RunLock:
 
     def is_in_place(self) -> bool:
         """Returns whether the lock file still lies in the folder, under its name."""
-        return is_same(self._file, self.folder / FILE)
+        return is_same(self._file, self.folder / LOCK)
 
     def folder_now(self) -> pathlib.Path | None:
         """Returns where the folder lies now; None if it was removed, or the system cannot say."""
@@ -83,14 +83,14 @@ def check_unlocked(folder: pathlib.Path) -> None:
 def _open(folder: pathlib.Path, how: int) -> int:
     """Returns a descriptor of the lock; raises ValueError if it is a pipe or a folder."""
     try:
-        descriptor = os.open(folder / FILE, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(folder / LOCK, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP and (folder / FILE).is_symlink():
-            raise ValueError(f"{folder / FILE} is not a file: remove it") from None
+        if error.errno == errno.ELOOP and (folder / LOCK).is_symlink():
+            raise ValueError(f"{folder / LOCK} is not a file: remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{folder / FILE} is not a file: remove it")
+        raise ValueError(f"{folder / LOCK} is not a file: remove it")
     return descriptor
 
 
@@ -98,7 +98,7 @@ def _check_content(folder: pathlib.Path, file: TextIO) -> None:
     """Raises ValueError if the file holds what no run has written, or lies elsewhere too."""
     file.seek(0)
     if os.fstat(file.fileno()).st_nlink > 1 or file.read(len(_BEGIN)) not in ("", _BEGIN):
-        raise ValueError(f"{folder / FILE} is not the lock of a run: move it away")
+        raise ValueError(f"{folder / LOCK} is not the lock of a run: move it away")
 
 
 def _lock(folder: pathlib.Path, file: TextIO, how: int) -> None:
@@ -134,7 +134,7 @@ def check_place(lock: RunLock) -> None:
         kept = f"holds {records}the checkpoint of step {steps[-1]}; continue with: {command_to_continue(now)}"
     if now == lock.folder:
         raise FolderLostError(
-            f"{lost} alone: its file {FILE} was removed or replaced, so that another run may write there. "
+            f"{lost} alone: its file {LOCK} was removed or replaced, so that another run may write there. "
             f"It {kept}"
         )
     raise FolderLostError(f"{lost}: it was moved. {now} {kept}")

@@ -14,10 +14,10 @@ from models.documents import Documents
 from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json
-from training.config import Config, DataConfig, MLPerfConfig, ObserveConfig, OptimizerConfig, PrecisionConfig
+from training.config import Config
 from training.files import write_atomically
 
-FILE = "config.json"
+CONFIG = "config.json"
 _PARTS = {
     "model": dict,
     "phases": list,
@@ -42,32 +42,10 @@ def from_json(raw: dict[str, Any]) -> Config:
       ValueError: `raw` is no configuration, or one of another version.
     """
     try:
-        precision = raw["precision"] | {name: _tuple(raw["precision"][name]) for name in ("layers", "set")}
-        if isinstance(precision["policy"], dict):
-            precision["policy"] = _policy(precision["policy"])
-        held_out = raw["data"]["eval_data"]
-        if held_out is None or isinstance(held_out, str):  # of an older version
-            held_out = [held_out] if held_out else []
-        data = raw["data"] | {"data": _tuple(raw["data"]["data"]), "eval_data": _tuple(held_out)}
-        config = Config(
-            **raw
-            | {
-                "precision": PrecisionConfig(**precision),
-                "data": DataConfig(**data),
-                "optimizer": OptimizerConfig(**raw["optimizer"]),
-                "mlperf": MLPerfConfig(**raw["mlperf"]),
-                "observe": ObserveConfig(**raw["observe"]),
-                "out": _path(raw["out"]),
-                "init": _path(raw["init"]),
-                "branch": _path(raw.get("branch")),
-                "model_config": _path(raw["model_config"]),
-            }
-        )
-        _check_types(config)
-        return config
+        return _from_fields(Config, raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{FILE} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
+            f"{CONFIG} holds no configuration of this version of mxjax ({type(error).__name__}: {error}); "
             "use the version that wrote it"
         ) from error
 
@@ -76,7 +54,7 @@ def _policy(fields: dict[str, Any]) -> Policy:
     try:
         return policy_from_json(fields)
     except ValueError as error:
-        raise ValueError(f"{FILE} holds no policy of this version of mxjax: {error}") from error
+        raise ValueError(f"{CONFIG} holds no policy of this version of mxjax: {error}") from error
 
 
 def model_of(saved: dict[str, Any]) -> DecoderConfig:
@@ -89,7 +67,7 @@ def model_of(saved: dict[str, Any]) -> DecoderConfig:
         return from_dict(saved.get("model"))
     except ValueError as error:
         raise ValueError(
-            f"{FILE} holds no model of this version of mxjax: {error}; use the version that wrote it"
+            f"{CONFIG} holds no model of this version of mxjax: {error}; use the version that wrote it"
         ) from error
 
 
@@ -104,7 +82,9 @@ def documents_of_run(saved: dict[str, Any]) -> Documents | None:
         return None
     types = {name: type(value) for name, value in found.items()}
     if types != {"end": int, "restart_positions": bool} or not 0 <= found["end"] < 2**31:
-        raise ValueError(f"{FILE} holds no documents of this version of mxjax; use the version that wrote it")
+        raise ValueError(
+            f"{CONFIG} holds no documents of this version of mxjax; use the version that wrote it"
+        )
     return Documents(**found)
 
 
@@ -114,12 +94,12 @@ def read_run_config(folder: pathlib.Path) -> dict[str, Any]:
     Raises:
       ValueError: there is none, or it is damaged. Or a pipe, socket or device lies where a run has files.
     """
-    path = folder / FILE
+    path = folder / CONFIG
     for entry in (*folder.glob("*"), *folder.glob("checkpoints/*/**/*")):
         if special_kind(entry) is not None:  # reading it might never end
             raise ValueError(f"{entry} is not a file: remove it")
     if not path.exists():
-        raise ValueError(f"{folder} holds no run: it has no {FILE}")
+        raise ValueError(f"{folder} holds no run: it has no {CONFIG}")
     try:
         values = parse_json(read_text(path, "it"))
         is_checkpoint = isinstance(values, dict) and "config" not in values and "model_type" in values
@@ -151,18 +131,29 @@ def _check_parts(values: Any) -> None:
 
 def write_run_config(folder: pathlib.Path, values: dict[str, Any]) -> None:
     """Writes the config.json of the run in `folder`."""
-    write_atomically(folder / FILE, json.dumps(values, indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
 
-def _check_types(config: Any) -> None:
-    """Raises TypeError unless the fields of a dataclass, and those of its fields, have their types."""
-    hints = typing.get_type_hints(type(config))
-    for name in (field.name for field in dataclasses.fields(config)):
-        value, hint = getattr(config, name), hints[name]
-        if dataclasses.is_dataclass(value) and not isinstance(value, Policy):
-            _check_types(value)
-        elif not _is_instance(value, hint):
-            raise TypeError(f"{name} is {value!r}")
+def _from_fields(cls: type, raw: dict[str, Any]) -> Any:
+    """Returns a dataclass from its fields as JSON has them, without which single ones have their defaults."""
+    hints = typing.get_type_hints(cls)
+    parts = [name for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
+    return cls(**{name: _value(name, hints[name], raw[name]) for name in (*parts, *raw)})
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """Returns the value of a field from that of JSON; raises TypeError unless it is of the field's type."""
+    kinds = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _from_fields(typing.cast(type, hint), value)
+    if Policy in kinds and isinstance(value, dict):
+        return _policy(value)
+    if pathlib.Path in kinds and isinstance(value, str):
+        return pathlib.Path(value)
+    value = tuple(value) if isinstance(value, list) else value
+    if not _is_instance(value, hint):
+        raise TypeError(f"{name} is {value!r:.60}")
+    return value
 
 
 def _is_instance(value: Any, hint: Any) -> bool:
@@ -177,13 +168,3 @@ def _is_instance(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) and hint is not bool:
         return False
     return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _tuple(value: Any) -> tuple:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.60} is no list")
-    return tuple(value)
-
-
-def _path(value: str | None) -> pathlib.Path | None:
-    return None if value is None else pathlib.Path(value)

@@ -20,7 +20,7 @@ from training.optimizer.config import decay_steps
 from training.optimizer.schedule import learning_rate
 from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
-from training.run.record import FILE, from_json, read_run_config
+from training.run.record import CONFIG, from_json, read_run_config
 
 # A resumed run may change these and stay the same run. Data may lie elsewhere; `check_resumable` checks
 # it.
@@ -51,7 +51,7 @@ _ORIGIN = ("init", "branch")  # of the run that a branch leaves
 
 
 class Branch(NamedTuple):
-    """Where a run goes on from another one: its folder, and the step of its checkpoint."""
+    """The place where a run continues another one: its folder, and the step of its checkpoint."""
 
     folder: pathlib.Path
     step: int
@@ -105,7 +105,7 @@ def extension_defaults(folder: pathlib.Path, steps: int | None) -> Config | None
 
 def begun_run(folder: pathlib.Path) -> Config | None:
     """Returns the configuration of the run in a folder; None without a run, or if it has not begun."""
-    return begun_config(read_run_config(folder) if (folder / FILE).exists() else {})
+    return begun_config(read_run_config(folder) if (folder / CONFIG).exists() else {})
 
 
 def begun_config(saved: Mapping[str, Any]) -> Config | None:
@@ -118,7 +118,7 @@ def begun_config(saved: Mapping[str, Any]) -> Config | None:
 
 def read_run_to_resume(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the config.json of the run that --resume names; raises ValueError if there is none."""
-    if not (folder / FILE).exists():
+    if not (folder / CONFIG).exists():
         raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
     return read_run_config(folder)
 

@@ -20,8 +20,14 @@ from training.data.evaluation_sets import Evaluation, evaluate_sets
 from training.files import HUGGINGFACE
 from training.log import mlperf, sinks
 from training.log.health import NonFiniteError, check_state
-from training.log.metrics import FILE as METRICS
-from training.log.metrics import SPIKES, evaluations, parse_record, read_records, set_aside_if_damaged
+from training.log.metrics import (
+    METRICS,
+    SPIKES,
+    evaluations,
+    parse_record,
+    read_records,
+    set_aside_if_damaged,
+)
 from training.log.report import command_to_continue, introduction, overfitting, summary
 from training.log.reporter import RunLog, open_log
 from training.memory import Memory
@@ -34,9 +40,8 @@ from training.process.together import ProcessError, is_first_process, join_proce
 from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_steps, set_aside_damaged
 from training.run.frozen import FROZEN, read_frozen
-from training.run.lock import FILE as LOCK
-from training.run.lock import check_place, locked
-from training.run.record import FILE
+from training.run.lock import LOCK, check_place, locked
+from training.run.record import CONFIG
 from training.run.resume import branch_point
 from training.run.setup import check_agreement, check_folder, description_of, open_folder, set_up
 from training.sharding import global_batch, process_part
@@ -334,7 +339,7 @@ class _Folder:
         self.check = functools.partial(check_place, stack.enter_context(locked(self.path)))
         check_folder(self._resume, self.path)  # once more: another run may have begun there meanwhile
         parsers: Mapping[str, Callable[[bytes], Any]]
-        parsers = {METRICS: parse_record, SPIKES: parse_record, mlperf.FILE: mlperf.parse_event}
+        parsers = {METRICS: parse_record, SPIKES: parse_record, mlperf.MLLOG: mlperf.parse_event}
         for name, parse in parsers.items():
             self.notes += set_aside_if_damaged(self.path / name, parse)
         if self._resume:
@@ -352,7 +357,7 @@ class _Folder:
             return
         for name in (HUGGINGFACE, FROZEN, "profile", "wandb"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        names = FILE, LOCK, METRICS, SPIKES, mlperf.FILE, sinks.ID_FILE
+        names = CONFIG, LOCK, METRICS, SPIKES, mlperf.MLLOG, sinks.ID_FILE
         for path in (*(self.path / name for name in names), *self.path.glob(f"{sinks.PREFIX}*")):
             path.unlink(missing_ok=True)
         for path in (self.path / "checkpoints", *([] if self._had_folder else [self.path])):

@@ -27,16 +27,15 @@ from models.lora import BYTES_PACKED
 from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from mxjax.runtime.checkout import commit
-from training.config import Config, DataConfig, OptimizerConfig, by_flag
+from training.config import Config, DataConfig, by_flag
 from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
 from training.files import HUGGINGFACE, temporary_path
-from training.log import mlperf as mlperf_log
-from training.log import sinks as tensorboard
-from training.log import sinks as wandb_run
+from training.log.mlperf import settings_of
+from training.log.sinks import check_tensorboard, check_wandb
 from training.memory import gib, memory_there_is
-from training.optimizer.config import bytes_a_parameter
+from training.optimizer.config import DefaultRate, bytes_a_parameter
 from training.optimizer.delayed import check_delayed
 from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
@@ -45,10 +44,9 @@ from training.process.environment import facts
 from training.process.together import gather, is_first_process
 from training.run.checksums import check_saveable, saved_steps
 from training.run.frozen import check_lora
-from training.run.lock import FILE as LOCK
-from training.run.lock import check_unlocked
+from training.run.lock import LOCK, check_unlocked
 from training.run.record import (
-    FILE,
+    CONFIG,
     documents_of_run,
     from_json,
     model_of,
@@ -70,7 +68,7 @@ from training.run.tokens import check_tokens_of, checksum_of_data, how_to_tokeni
 from training.sharding import check_batch, check_shards, make_mesh, parse_mesh
 
 # Everything that a run killed before its config.json leaves behind.
-_BEFORE_CONFIG = {HUGGINGFACE, LOCK, temporary_path(pathlib.Path(FILE)).name}
+_BEFORE_CONFIG = {HUGGINGFACE, LOCK, temporary_path(pathlib.Path(CONFIG)).name}
 
 
 def set_up(config: Config, folder: pathlib.Path) -> Plan:
@@ -85,9 +83,9 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     check_lora(config, mesh.size)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
     if config.observe.tensorboard:
-        tensorboard.check_tensorboard()
+        check_tensorboard()
     if config.observe.wandb:
-        wandb_run.check_wandb()
+        check_wandb()
     if config.init is not None and config.data.data:
         check_tokens_of(config.init, "--data", config.data.data[-1])
     corpus = load_data(config.data, model.vocab_size)
@@ -117,7 +115,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
     )
-    mlperf_log.settings_of(plan)
+    settings_of(plan)
     if source is not None:
         check_same_data(saved, corpus.facts)
         if begun is not None and begun.steps != config.steps:
@@ -184,7 +182,7 @@ def check_folder(resume: bool, folder: pathlib.Path) -> None:
     """Raises ValueError unless a run may write in the folder: it begins in an empty one of its own."""
     check_saveable(folder)
     for parent in folder.parents:
-        if parent.name == "checkpoints" and (parent.parent / FILE).exists():
+        if parent.name == "checkpoints" and (parent.parent / CONFIG).exists():
             raise ValueError(f"--out {folder} lies among the checkpoints of a run; name a folder elsewhere")
     if resume or not folder.exists():
         return
@@ -283,7 +281,7 @@ def check_rate(config: Config, folder: pathlib.Path, saved: dict[str, Any]) -> N
     """Raises ValueError if imported weights would train at the default rate, which is one from scratch."""
     source = folder if saved else config.init
     begins = source is not None and begun_config(saved) is None and (source / HUGGINGFACE).exists()
-    if begins and config.optimizer.lr == OptimizerConfig.lr:
+    if begins and isinstance(config.optimizer.lr, DefaultRate):
         raise ValueError(
             f"--lr {config.optimizer.lr:g}, the default, is for training from scratch and ruins the imported "
             f"weights of {source}; add --lr, for example --lr 2e-5"
@@ -321,7 +319,7 @@ def open_folder(plan: Plan, folder: pathlib.Path) -> None:
     """Creates the run's folder, with config.json and what an imported checkpoint brings."""
     values, config = description_of(plan), plan.config
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / FILE).exists():  # remains of a start that was killed
+    if not (folder / CONFIG).exists():  # remains of a start that was killed
         shutil.rmtree(folder / HUGGINGFACE, ignore_errors=True)
     origin = config.init
     if config.branch is not None and not config.resume:

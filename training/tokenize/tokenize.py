@@ -1,4 +1,4 @@
-"""Tokenization of text into a Megatron indexed dataset, in parallel, for `python -m training.tokenize`."""
+"""Tokenization of text into a Megatron indexed dataset, in parallel, and training of its tokenizer."""
 
 import collections
 import contextlib
@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,16 +19,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from training.command_line import flags_of
 from training.data.indexed_dataset import IndexedWriter, token_dtype
 from training.data.tokenizer import (
+    END_OF_DOCUMENT,
     end_of_document,
     load_tokenizer,
     tokenizer_path,
     tokenizer_vocab_size,
+    tokenizers_library,
 )
 from training.files import problem, read_checked, size_and_crc32, to_checked, write_atomically
 from training.process.environment import input_errors
 from training.process.start import cores, output_errors, unwinding_signals
 from training.tokenize import workers
-from training.tokenize.documents import below, check_columns, find_files
+from training.tokenize.documents import Document, Documents, below, check_columns, find_files
 from training.tokenize.plan import (
     TOKENIZER_SUMS,
     TokenizeConfig,
@@ -43,7 +45,6 @@ from training.tokenize.plan import (
     plan_of,
     written,
 )
-from training.tokenize.train_tokenizer import train_tokenizer
 
 _SHOWN = 20  # problems printed; PREFIX.problems.txt has all
 
@@ -227,10 +228,9 @@ def summary(prefix: str, record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def advice(train: str, validation: str | None = None) -> str:
-    """Returns the command that trains on an output, and evaluates on another one."""
-    evaluated = [] if validation is None else ["--eval-data", validation]
-    return f"train on it with: {shlex.join(['python', 'train.py', '--data', train, *evaluated])}"
+def advice(prefix: str) -> str:
+    """Returns the command that trains on an output."""
+    return f"train on it with: {shlex.join(['python', 'train.py', '--data', prefix])}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -241,3 +241,54 @@ def main(argv: list[str] | None = None) -> None:
         record = tokenize(config)
     with output_errors():
         print(summary(config.output, record), advice(config.output), sep="\n")
+
+
+_BYTES = 256
+
+
+def train_tokenizer(files: Sequence[str], field: str, vocab_size: int, limit: int) -> str:
+    """Returns the JSON of a byte-level BPE (GPT-2's pre-tokenizer), trained on the start of every file.
+
+    It depends only on the files' contents and order. Id 0 is `<|endoftext|>`; the next 256 are the bytes.
+    Too little text gives a smaller vocabulary.
+
+    Args:
+      files: files for `Documents`; malformed lines are ignored here and reported when tokenizing.
+      field: field that holds the text.
+      vocab_size: 257 or more.
+      limit: characters to read in total, an equal share of each file.
+    Raises:
+      ValueError: vocab_size is too small, or there is no text.
+      MissingExtraError: the package tokenizers is not installed.
+    """
+    if vocab_size < _BYTES + 1:
+        raise ValueError(f"--vocab-size {vocab_size}: a byte-level BPE has at least {_BYTES + 1} tokens")
+    library = tokenizers_library()
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(files, field, max(limit // len(files), 1)), trainer)
+    if tokenizer.get_vocab_size() == _BYTES + 1 < vocab_size:
+        raise ValueError(
+            f"--train-tokenizer: the files hold no text to train on; in JSON it is read from {field!r}, or "
+            "from the field that --field names"
+        )
+    return tokenizer.to_str(pretty=True)
+
+
+def _texts(files: Sequence[str], field: str, share: int) -> Iterator[str]:
+    for path in files:
+        read = 0
+        for item in Documents(path, field):
+            if isinstance(item, Document):
+                yield item.text
+                read += len(item.text)
+            if read >= share:
+                break

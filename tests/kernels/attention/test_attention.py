@@ -1,6 +1,8 @@
 """Fused causal attention: its kernels against XLA's attention in float32, and the calls of AMD's library."""
 
+import functools
 import importlib
+import itertools
 import re
 import sys
 import types
@@ -18,7 +20,7 @@ from models.partial_attention import (
     part_gradients,
     part_gradients_by_kernel,
 )
-from mxjax.kernels.attention import aiter
+from mxjax.kernels.attention import aiter, fused
 from mxjax.kernels.attention.blocks import TABLE
 from mxjax.kernels.attention.fused import fused_attention
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
@@ -92,7 +94,7 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
         weights = jax.nn.softmax(scores)[..., :150]
         return jnp.einsum("bgrst,btgh->bsgrh", weights, v).reshape(q.shape)
 
-    def fused(q, k, v, sinks):
+    def by_kernels(q, k, v, sinks):
         starts = np.maximum.accumulate(np.where(STARTS & documents, np.arange(150), 0), axis=1)
         first_key = first_keys(jnp.asarray(starts, jnp.int32), window)
         return fused_attention(q, k, v, first_key=first_key, sinks=sinks)
@@ -103,7 +105,7 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
 
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(lambda *a: run(masked, *a))(*(x.astype(jnp.float32) for x in (q, k, v)))
-    found = jax.jit(lambda *a: run(fused, *a))(q, k, v)
+    found = jax.jit(lambda *a: run(by_kernels, *a))(q, k, v)
     for got, exact in zip(found, wanted, strict=True):
         assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
 
@@ -198,14 +200,25 @@ def test_blocks_divide_each_other():
         assert all(b.keys % b.queries == 0 for b in kernels.key_gradients)
 
 
-@pytest.fixture
-def with_aiter(monkeypatch):
-    """Puts a stand-in for JAX's module of AITER, which registers the custom calls."""
-    stand_in = types.SimpleNamespace(flash_attn_func=object())
-    monkeypatch.setitem(sys.modules, "jax._src.aiter", stand_in)
-    aiter._is_registered.cache_clear()
-    yield stand_in
-    aiter._is_registered.cache_clear()
+@pytest.fixture(params=["JAX", "jax-aiter"])
+def with_aiter(request, monkeypatch):
+    """Puts a stand-in for JAX's module of AITER or for jax-aiter; returns the names of the custom calls."""
+    registered = []
+    module = types.SimpleNamespace(flash_attn_func=object() if request.param == "JAX" else None)
+    monkeypatch.setitem(sys.modules, "jax._src.aiter", module)
+    if request.param == "jax-aiter":
+        registry = types.SimpleNamespace(register_ffi_target=lambda *of: registered.append(of))
+        for name in ("jax_aiter", "jax_aiter.ffi"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, "jax_aiter.ffi.registry", registry)
+    aiter._registered.cache_clear()
+    fused._differentiable.cache_clear()  # which JAX has traced with the other's calls
+    assert aiter.is_available(GFX950)
+    yield (
+        ("hip_mha_fwd_ffi", "hip_mha_bwd_ffi") if request.param == "JAX" else [name for name, _ in registered]
+    )
+    assert {platform for _, platform in registered} <= {"ROCM"}
+    aiter._registered.cache_clear()
 
 
 def rocm_program(b, s, n, g, h):
@@ -215,38 +228,44 @@ def rocm_program(b, s, n, g, h):
         return traced.lower(lowering_platforms=("rocm",)).as_text()
 
 
-@pytest.mark.usefixtures("with_aiter")
-def test_aiter_is_called_as_its_handlers_read_it():
+COMMON = {
+    "dropout_p": "0.000000e+00 : f32",
+    "softmax_scale": "1.250000e-01 : f32",
+    "is_causal": "true",
+    "window_size_left": "-1 : i32",
+    "window_size_right": "-1 : i32",
+    "use_asm_v3": "true",
+    "how_v3_bf16_cvt": "0 : i32",
+    "max_seqlen_q_attr": "-1 : i32",
+    "max_seqlen_k_attr": "-1 : i32",
+    "zero_tensors": "false",
+}
+OF_FORWARD = {
+    "return_softmax_lse": "true",
+    "return_dropout_randval": "false",
+    "min_seqlen_q": "0 : i32",
+    "logits_soft_cap": "0.000000e+00 : f32",
+}
+OF_BACKWARD = {"deterministic": "false", "is_v3_atomic_fp32": "false", "use_asm_v3": "false"}
+
+
+def test_aiter_is_called_as_its_handlers_read_it(with_aiter):
     """Arguments in order, with empty arrays for those not given, and every attribute with its type.
 
-    Source: the handlers' bindings in ROCm/jax, jaxlib/gpu/hip_aiter_mha_{fwd,bwd}.cc.
+    Source: the handlers' bindings in ROCm/jax, jaxlib/gpu/hip_aiter_mha_{fwd,bwd}.cc, and in ROCm/jax-aiter.
     """
     program = rocm_program(2, 10, 4, 2, 64)
-    forward, backward = re.findall(r"custom_call @(hip_mha_\w+_ffi)\(.*?\) \{(.*)\} : (\(.*)", program)
+    forward, backward = re.findall(r"custom_call @(\w*mha\w*)\(.*?\) \{(.*)\} : (\(.*)", program, re.I)
     q, k, rows, none = "tensor<2x10x4x64xbf16>", "tensor<2x10x2x64xbf16>", "tensor<2x4x10xf32>", "tensor<0x"
     arguments = [q, k, k, f"{none}i32>", f"{none}i32>", f"{none}bf16>", f"{none}bf16>"]
     arguments += [f"{none}f32>", f"{none}ui32>"]
-    assert (forward[0], backward[0]) == ("hip_mha_fwd_ffi", "hip_mha_bwd_ffi")
+    assert [forward[0], backward[0]] == list(with_aiter)
     assert forward[2].startswith(f"({', '.join(arguments)}) -> ({q}, {rows}, tensor<0xui8>, tensor<4xui32>)")
     arguments = [q, q, k, k, q, rows, f"{none}i32>", f"{none}i32>", *[f"{none}bf16>"] * 4]
     arguments += [f"{none}f32>", *[f"{none}ui32>"] * 2]
     assert backward[2].startswith(f"({', '.join(arguments)}) -> ({q}, {k}, {k}, {rows}, tensor<0xbf16>)")
-    common = {
-        "dropout_p": "0.000000e+00 : f32",
-        "softmax_scale": "1.250000e-01 : f32",
-        "is_causal": "true",
-        "window_size_left": "-1 : i32",
-        "window_size_right": "-1 : i32",
-        "use_asm_v3": "true",
-        "how_v3_bf16_cvt": "0 : i32",
-        "max_seqlen_q_attr": "-1 : i32",
-        "max_seqlen_k_attr": "-1 : i32",
-        "zero_tensors": "false",
-    }
-    more = {"return_softmax_lse": "true", "return_dropout_randval": "false", "min_seqlen_q": "0 : i32"}
-    assert attributes(forward[1]) == common | more | {"logits_soft_cap": "0.000000e+00 : f32"}
-    more = {"deterministic": "false", "is_v3_atomic_fp32": "false", "use_asm_v3": "false"}
-    assert attributes(backward[1]) == common | more
+    assert attributes(forward[1]) == COMMON | OF_FORWARD
+    assert attributes(backward[1]) == COMMON | OF_BACKWARD
 
 
 def attributes(text):
@@ -254,20 +273,117 @@ def attributes(text):
     return dict(part.split(" = ") for part in config.split(", "))
 
 
+def in_documents(starts, *arrays):
+    """Yields each head and document, as a slice of the tokens, with their parts of the arrays."""
+    n, g = arrays[0].shape[1], arrays[1].shape[1]
+    for begin, end in itertools.pairwise(starts):
+        for head in range(n):
+            of_head = [head if x.shape[1] == n else head * g // n for x in arrays]
+            at = slice(begin, end)
+            yield head, at, [x[at, i].astype(np.float32) for x, i in zip(arrays, of_head, strict=True)]
+
+
+def mha_forward(q, k, v, starts, starts_of_keys, *_):
+    """Computes documents as AITER's group mode does, from the starts of q and of k."""
+    assert (q.ndim, starts[-1]) == (3, len(q))
+    np.testing.assert_array_equal(starts, starts_of_keys)
+    out, lse = np.zeros(q.shape, q.dtype), np.full((q.shape[1], len(q)), np.nan, np.float32)
+    for head, at, (qh, kh, vh) in in_documents(starts, q, k, v):
+        scores = np.where(np.tri(len(qh), dtype=bool), qh @ kh.T / 8, -np.inf)
+        lse[head, at] = np.log(np.exp(scores).sum(1))
+        out[at, head] = np.exp(scores - lse[head, at, None]) @ vh
+    return out, lse, np.zeros(0, np.uint8), np.zeros(4, np.uint32)
+
+
+def mha_backward(dout, q, k, v, out, lse, starts, starts_of_keys, *_):
+    assert dout.shape == q.shape
+    np.testing.assert_array_equal(starts, starts_of_keys)
+    dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (q, k, v))
+    for head, at, (qh, kh, vh, oh, doh) in in_documents(starts, q, k, v, out, dout):
+        of_keys = head * k.shape[1] // q.shape[1]
+        weights = np.tril(np.exp(qh @ kh.T / 8 - lse[head, at, None]))
+        d_scores = weights * (doh @ vh.T - (oh * doh).sum(1)[:, None]) / 8
+        dq[at, head] = d_scores @ kh
+        dk[at, of_keys] += d_scores.T @ qh
+        dv[at, of_keys] += weights.T @ doh
+    return *(x.astype(q.dtype) for x in (dq, dk, dv)), 0 * lse, np.zeros(0, q.dtype)
+
+
+BEGINS = {
+    "documents": [[0, 5, 20], [0, 39]],
+    "too many": [[0, 5, 20, 21], [0, 7, 39]],
+    "windows": [[0, 5], [0]],
+}
+
+
+@pytest.mark.parametrize("case", BEGINS)
+def test_aiter_computes_documents_if_the_mask_has_no_more(monkeypatch, with_aiter, case):
+    """By a stand-in that checks shapes and attributes; else the Triton kernels compute them."""
+    monkeypatch.setattr(aiter, "DOCUMENT", 16)  # of which two sequences of 40 tokens have six at most
+    ran = []
+
+    def ffi_call(name, results):
+        is_forward = name == with_aiter[0]
+        wanted = COMMON | (OF_FORWARD if is_forward else OF_BACKWARD) | {"use_asm_v3": "false"}
+        wanted |= dict.fromkeys(("max_seqlen_q_attr", "max_seqlen_k_attr"), "40 : i32")
+
+        def run(*arrays):
+            ran.append(name)
+            return (mha_forward if is_forward else mha_backward)(*map(np.asarray, arrays))
+
+        def call(*arrays, **given):
+            assert {key: as_text(value) for key, value in given.items()} == wanted
+            return jax.pure_callback(run, results, *arrays)
+
+        return call
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    starts = np.zeros((2, 40), np.int32)
+    for row, begins in zip(starts, BEGINS[case], strict=True):
+        row[begins] = begins
+    first_key = first_keys(
+        jnp.asarray(np.maximum.accumulate(starts, axis=1)), 9 if case == "windows" else None
+    )
+    seen = (np.arange(40) >= np.asarray(first_key)[..., None]) & np.tri(40, dtype=bool)
+    *arrays, dy = draw(2, 40, 4, 2, 64)
+    masked = functools.partial(jax.nn.dot_product_attention, mask=seen[:, None], implementation="xla")
+    with jax.default_matmul_precision("highest"):
+        wide = [x.astype(jnp.float32) for x in (*arrays, dy)]
+        wanted = jax.jit(lambda *a: with_gradients(masked, *a))(*wide)
+    with use_target(GFX950):
+        attend = functools.partial(fused_attention, first_key=first_key)
+        found = jax.jit(lambda *a: with_gradients(attend, *a))(*arrays, dy)
+    for got, exact in zip(found, wanted, strict=True):
+        assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
+    assert ran == (list(with_aiter) if case == "documents" else [])
+
+
+def as_text(value):
+    """Returns an attribute as a program has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        f"{value:e} : f32"
+        if isinstance(value, np.float32)
+        else f"{value} : {np.dtype(type(value)).str[1:2]}32"
+    )
+
+
 @pytest.mark.usefixtures("with_aiter")
-def test_aiter_counts_as_absent_where_xla_must_be_deterministic(monkeypatch):
-    assert aiter.is_available(GFX950)
+def test_aiter_is_not_for_sinks_other_devices_and_a_deterministic_xla(monkeypatch):
+    assert not aiter.is_available(GFX950, with_sinks=True)
     assert not aiter.is_available(Target("cuda", "sm_90"))
     assert not aiter.is_available(INTERPRETER)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=true")
     assert not aiter.is_available(GFX950)
 
 
-def test_aiter_is_absent_where_jax_or_its_libraries_lack_it(with_aiter):
-    with_aiter.flash_attn_func = None
+def test_aiter_is_absent_where_jax_or_its_libraries_lack_it(monkeypatch):
+    aiter._registered.cache_clear()
+    monkeypatch.setitem(sys.modules, "jax._src.aiter", types.SimpleNamespace(flash_attn_func=None))
     assert not aiter.is_available(GFX950)
-    aiter._is_registered.cache_clear()
-    del sys.modules["jax._src.aiter"]
+    aiter._registered.cache_clear()
+    monkeypatch.delitem(sys.modules, "jax._src.aiter")
     if importlib.util.find_spec("jax._src.aiter") is None:
         assert not aiter.is_available(GFX950)
-    sys.modules["jax._src.aiter"] = with_aiter
+    aiter._registered.cache_clear()

@@ -84,7 +84,7 @@ def test_products_of_like_scales_are_exact(carriers, target):
 @pytest.mark.parametrize(
     "carriers", [pytest.param(("e4m3", "e4m3"), marks=pytest.mark.slow), ("e5m2", "e4m3")], ids=str
 )
-@pytest.mark.parametrize("k", [96, pytest.param(8224, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [96, pytest.param(8224, marks=pytest.mark.exhaustive)])
 def test_what_carriers_lose_is_recomputed(carriers, k):
     """Scales span more than FP8 does, so that rows of both operands lose elements, near and far.
 

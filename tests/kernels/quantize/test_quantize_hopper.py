@@ -157,7 +157,8 @@ def test_nothing_to_quantize(shape):
     ]
 
 
-@pytest.mark.parametrize("order", ["sorted", pytest.param("shuffled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_all_bit_patterns(order):
     """Sorted, each is among the largest of its blocks; shuffled, it is beside any other finite one."""
     patterns = np.arange(2**16, dtype=np.uint16)

@@ -1,14 +1,12 @@
 """Stochastic rounding's bits and mean, and the prescale that keeps it from clipping."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from support import oracles
+from support.programs import on_devices
 from support.tensors import E2M1, KEY, assert_parts, assert_same, elements, gaussian, scale_bytes, wide_range
 
 import mxjax
@@ -115,6 +113,4 @@ def test_parts_of_a_shard_map_take_keys_of_their_own():
 
 
 def test_stochastic_bits_do_not_depend_on_sharding():
-    # In a process of its own, since the number of devices is fixed when JAX starts.
-    flags = {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=os.environ | flags)
+    on_devices(4, SHARDED)

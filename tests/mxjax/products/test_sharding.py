@@ -1,14 +1,11 @@
 """`dot` on meshes of four virtual devices: the values and gradients of one device, on both kinds of axes."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.programs import on_devices
 
 import mxjax
 
@@ -87,17 +84,15 @@ for implementation in ("fp8_carriers", "scaled_dot"):
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("Auto", "Auto"),
         ("Explicit", "Explicit"),
+        pytest.param(("Auto", "Auto"), marks=pytest.mark.exhaustive),
         pytest.param(("Explicit", "Auto"), marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_sharding(kinds):
-    flags = {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    flags |= {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    subprocess.run([sys.executable, "-c", PROGRAM, *kinds], check=True, env=os.environ | flags)
+    strict = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+    on_devices(4, PROGRAM, *kinds, **strict)
 
 
 SCALES = """
@@ -122,8 +117,7 @@ for size in (1, 2, 4, 8):
 
 
 def test_tensor_scales_and_elements_agree_over_meshes_of_1_to_8():
-    flags = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    subprocess.run([sys.executable, "-c", SCALES], check=True, env=os.environ | flags)
+    on_devices(8, SCALES)
 
 
 def test_a_gradient_is_row_major():

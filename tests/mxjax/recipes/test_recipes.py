@@ -235,6 +235,11 @@ def test_no_two_names_mean_the_same_policy():
     assert len(set(mxjax.policies().values())) == len(mxjax.policies())
 
 
+def test_a_file_is_no_name():
+    with pytest.raises(ValueError, match=r"it is a file; read it by mxjax\.policy_from_json"):
+        mxjax.get_policy("own.json")
+
+
 def test_a_format_is_no_policy():
     with pytest.raises(
         ValueError,
@@ -307,12 +312,14 @@ def exact_products():
 
 # Their products are compared with their authors' code, or with formulas, by the modules beside this one.
 COMPARED = {"amazon", "averis", "four_over_six", "quartet2", "tetrajet", "tetrajet_v2", "uniform4"}
+# Each of their GEMMs is another policy's too.
+COMPOSED = {"fprop", "fprop_dgrad", "wgrad_sr", "wgrad_rht", "wgrad_hadamard", "wgrad_hadamard32"}
 
 
 # Lengths that no block or rotation divides, so that every policy pads.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in VARIANTS | COMPARED else n for n in PLAIN],
+    [pytest.param(n, marks=pytest.mark.slow) if n in VARIANTS | COMPARED | COMPOSED else n for n in PLAIN],
 )
 def test_every_policy_runs_with_the_error_of_its_formats(name):
     policy = mxjax.get_policy(name)

@@ -74,6 +74,7 @@ def in_float32():
     return layer_stats(layer_policies(CONFIG, "fp32", [("*", "fp32")]))
 
 
+@pytest.mark.slow
 def test_a_llama_s_measures_are_those_of_its_own_tensors(in_float32):
     params, found = in_float32
     assert sorted(found) == [f"blocks.{i}.{layer}" for i in range(2) for layer in sorted(LINEAR_LAYERS)]

@@ -1,10 +1,7 @@
 """`transform` on meshes of four virtual devices: bit for bit the function written by hand."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.programs import on_devices
 
 # In a process of its own, since the number of devices is fixed when JAX starts.
 PROGRAM = """
@@ -49,6 +46,4 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 
 @pytest.mark.slow
 def test_it_is_what_is_written_by_hand():
-    flags = {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=os.environ | flags)
+    on_devices(4, PROGRAM)

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import eval as evaluation_program
 from training.data.evaluation_sets import parse_eval_data
-from training.data.token_bytes import token_bytes_of
+from training.data.tokenizer import token_bytes_of
 
 TEXT = "Zwölf Boxkämpfer, 12 naïve cafés —\n\tdef f(x): return 'ßüß' + \"漢字 and 🤖\"  # twice  \n" * 3
 

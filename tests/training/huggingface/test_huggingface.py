@@ -28,6 +28,7 @@ from training.huggingface.exporting import export_checkpoint
 from training.huggingface.importing import import_checkpoint
 from training.huggingface.model_card import model_card
 from training.run.record import to_json
+from training.run.setup import check_rate
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
 
@@ -159,7 +160,7 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
     for flags, message in [
         ([*init, "--model", "60m"], "leave out --model"),
         ([*init, "--vocab-size", "301"], "holds other with 300 tokens"),
-        (["--init", str(llama2)], "text is read as 257 ids, which --vocab-size 64 does not hold"),
+        (["--init", str(llama2)], "text is read as 257 ids, .* and the model has 64; raise"),
         (["--init", str(tmp_path)], "holds no run"),
         (["--init", str(empty)], "has no checkpoint to begin with"),
         (
@@ -217,6 +218,7 @@ def test_an_import_and_an_export_end_with_a_summary_and_the_next_command(
     assert summary == f"imported {sizes} as {imported}"
     config = parse(shlex.split(then.rpartition("train it: python train.py ")[2]))
     assert (config.init, config.optimizer.lr) == (imported, 2e-5)
+    check_rate(parse(["--init", str(imported), "--lr", "0.004"]), out, {})  # named, the default is a choice
     tokenizer = f"--tokenizer '{imported}/huggingface/tokenizer.json'"
     command = f"python -m training.tokenize --input FILES {tokenizer} --output PREFIX --append-eod"
     assert (command in then) == has_tokenizer

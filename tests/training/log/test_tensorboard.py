@@ -5,22 +5,12 @@ import json
 import resource
 
 import pytest
-from support import runs
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.runs import event_files, scalars
 
 import train as training_program
 from training.command_line import parse
 from training.log.metrics import MetricsLog
 from training.log.sinks import EventFiles
-
-
-def read(folder):
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    return events.Reload()
-
-
-def scalars(folder, tag):
-    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
 
 
 def test_numbers_are_scalars_and_the_rest_is_text(tmp_path, caplog):
@@ -35,7 +25,7 @@ def test_numbers_are_scalars_and_the_rest_is_text(tmp_path, caplog):
     assert scalars(tmp_path, "tokens") == [(1, 64), (2, 128)]
     assert scalars(tmp_path, "blocks.0.up/fprop/sqnr_db") == [(2, 18.5)]
     assert scalars(tmp_path, "blocks.0.up/fprop/x/clipped") == [(2, 0.25)]
-    [text] = read(tmp_path).Tensors("policy/text_summary")
+    [text] = event_files(tmp_path).Tensors("policy/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"fp8")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[1] == {"step": 2, "loss": "inf", "tokens": 128}
@@ -61,24 +51,6 @@ def test_a_full_disk_is_an_error_and_no_hang(tmp_path):
         events.close(failed=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.slow
-def test_a_run_writes_what_metrics_jsonl_gets(text, tmp_path):
-    out = tmp_path / "run"
-    flags = "--batch-size 2 --seq-len 32 --eval-batches 1 --warmup-steps 1 --steps 3 --tensorboard"
-    flags += f" --stats-every 2 --policy wgrad --model-config {tmp_path}/shape.json"
-    shape = {"d_model": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32, "d_ff": 96}
-    (tmp_path / "shape.json").write_text(json.dumps(shape | {"vocab_size": 257}))
-    training_program.train(parse([*flags.split(), "--data", str(text), "--out", str(out)]))
-    lines = runs.lines(out)
-    for name in ("loss", "grad_norm", "lr", "eval_loss"):
-        expected = [(line["step"], pytest.approx(line[name])) for line in lines if name in line]
-        assert scalars(out, name) == expected
-    [measured] = [line for line in lines if "layers" in line]
-    of_layer = measured["layers"]["blocks.1.mlp.down"]
-    sqnr = scalars(out, "blocks.1.mlp.down/wgrad/sqnr_db")
-    assert sqnr == [(2, pytest.approx(of_layer["wgrad"]["sqnr_db"]))]
 
 
 def test_without_tensorboardx_a_run_says_what_to_install(tmp_path, monkeypatch):

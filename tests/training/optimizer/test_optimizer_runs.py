@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.programs import run_compiled
+from support.programs import on_devices
 from support.runs import lines, resume, run, untimed, weights
 
 from analysis.evaluate import EvalConfig
@@ -21,15 +21,18 @@ RUNS = (
 )
 
 
-@pytest.mark.slow
-def test_updates_on_a_mesh_are_those_of_one_device():
-    devices = {"JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    found = run_compiled("support.optimizer_meshes", "--optimizer muon", BFLOAT16, **devices).splitlines()
-    whole, rounded = map(json.loads, found)
-    assert whole["largest"] < 1e-4
-    # The same bits round sums that differ in their last bits; other bits would round half of them otherwise.
-    assert rounded["largest"] < 2**-6
-    assert rounded["differ"] < 0.05 * rounded["elements"]
+@pytest.mark.parametrize(
+    ("flags", "largest", "differ"),
+    [
+        pytest.param("--optimizer muon", 1e-4, 1, marks=pytest.mark.exhaustive),
+        # The same bits round sums that differ in their last bits; others would round half of them otherwise.
+        pytest.param(BFLOAT16, 2**-6, 0.05, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_on_a_mesh_are_those_of_one_device(flags, largest, differ):
+    [found] = on_devices(8, "support.optimizer_meshes", flags)
+    assert found["largest"] < largest
+    assert found["differ"] < differ * found["elements"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.runs import lines, weights
+from support.runs import SMALL, STOCHASTIC, lines, weights
 
 import train as training_program
 from models import decoder
@@ -49,20 +49,8 @@ def test_an_extended_run_equals_a_longer_one_of_the_same_cosine(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_branch_that_decays_equals_a_run_that_does(text, tmp_path):
-    """With AdamW's moments and random bits in every GEMM; also where the branch itself is resumed."""
-    flags = (
-        "--policy",
-        "full_sr",
-        "--batch-size",
-        2,
-        "--seq-len",
-        16,
-        "--eval-batches",
-        1,
-        "--warmup-steps",
-        1,
-    )
-    flags = (*flags, "--data", text, "--out")
+    """With AdamW's moments and random bits in all three GEMMs; also where the branch itself is resumed."""
+    flags = (*SMALL, *STOCHASTIC, "--warmup-steps", 1, "--data", text, "--out")
     run(*flags, tmp_path / "whole", "--steps", 5, "--schedule", "wsd", "--decay", 3)
     run(*flags, tmp_path / "stable", "--steps", 3, "--schedule", "constant", "--checkpoint-every", 1)
     origin, out = tmp_path / "stable" / "checkpoints" / "2", tmp_path / "branch"

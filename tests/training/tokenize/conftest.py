@@ -15,7 +15,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(corpus, tmp_path_factory):
     """Returns the file of a tokenizer that was trained on the corpus."""
-    from training.tokenize.train_tokenizer import train_tokenizer
+    from training.tokenize.tokenize import train_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     files = sorted(map(str, corpus[0].iterdir()))

@@ -16,8 +16,7 @@ from training.data.indexed_dataset import IndexedDataset
 from training.data.tokenizer import end_of_document, load_tokenizer, tokenizer_vocab_size
 from training.tokenize import workers
 from training.tokenize.plan import TokenizeConfig
-from training.tokenize.tokenize import advice, main, summary, tokenize
-from training.tokenize.train_tokenizer import train_tokenizer
+from training.tokenize.tokenize import advice, main, summary, tokenize, train_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 ROOT = pathlib.Path(__file__).parents[3]
@@ -311,7 +310,6 @@ def test_the_command_line_ends_with_the_message_alone(tmp_path):
 def test_the_command_that_trains_survives_a_shell():
     train = "train on it with: python train.py --data 'data/my corpus; rm'"
     assert advice("data/my corpus; rm") == train
-    assert advice("data/my corpus; rm", "held out") == f"{train} --eval-data 'held out'"
 
 
 def test_a_tokenizer_at_which_the_package_panics_is_an_error(tmp_path):

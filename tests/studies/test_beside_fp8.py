@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from studies.ladder import beside_paper, curves
+from studies.ladder import beside_fp8
 from studies.ladder.results import gather
 from tests.support.study_runs import power_law, record
 
@@ -23,7 +23,9 @@ def runs_of(stretches, seeds=3):
 
 
 def test_differences_along_a_run_are_paired_after_each_quarter():
-    found = curves.along(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2, "wgrad_hadamard.floor": 1.1})))
+    found = beside_fp8.along(
+        gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2, "wgrad_hadamard.floor": 1.1}))
+    )
     rows = [line.split(" | ") for line in found.splitlines()[2:]]
     assert [row[1] for row in rows] == ["5.0", "10.0", "15.0", "20.0"]
     cost, gain = power_law(10e6 / 1.2) - power_law(10e6), power_law(10e6 / 1.1) - power_law(10e6 / 1.2)
@@ -31,7 +33,7 @@ def test_differences_along_a_run_are_paired_after_each_quarter():
     assert rows[1][3].startswith(f"{gain:+.4f}")
     assert rows[1][4] == ""
     assert rows[1][-1] == "3 |"
-    assert curves.along({}).startswith("Not run yet")
+    assert beside_fp8.along({}).startswith("Not run yet")
 
 
 def test_a_run_misses_the_loss_that_fp8_has_when_ours_has_too_few_tokens():
@@ -39,17 +41,17 @@ def test_a_run_misses_the_loss_that_fp8_has_when_ours_has_too_few_tokens():
     runs = runs_of({"fp8.own": 1.0, "wgrad.floor": 1.15})
     runs[-1] |= {"final_loss": math.nan}
     cells = gather(runs)
-    assert curves.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "floor") == [(1, 3), (3, 3), (3, 3)]
-    assert "| wgrad floor | 1 of 3 | 3 of 3 | 3 of 3 |" in curves.missed(cells)
-    assert curves.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "even") is None
+    assert beside_fp8.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "floor") == [(1, 3), (3, 3), (3, 3)]
+    assert "| wgrad floor | 1 of 3 | 3 of 3 | 3 of 3 |" in beside_fp8.missed(cells)
+    assert beside_fp8.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "even") is None
 
 
 def test_tokens_of_the_paper_in_nats_lie_between_the_published_slopes():
     """By hand: 0.049 nats over 147,456 to 172,032 sequences, and 0.027 over 159,744 to 172,032."""
-    low, high = beside_paper.in_nats((0.26, 0.27))
+    low, high = beside_fp8.in_nats((0.26, 0.27))
     assert low == pytest.approx(0.049 / math.log(172032 / 147456) * math.log(1.26), abs=0.002)
     assert high == pytest.approx(0.027 / math.log(172032 / 159744) * math.log(1.27), abs=0.002)
-    found = beside_paper.nats(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2})))
+    found = beside_fp8.nats(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2})))
     cost = power_law(20e6 / 1.2) - power_law(20e6)
     assert f"| all three | 26 to 27 % | {low:.3f} to {high:.3f} | {cost:+.4f}" in found
     assert "| all three, stochastic rounding of Wgrad | does not converge | does not converge |  |" in found
