@@ -3,6 +3,7 @@
 Shapes in names as in `models.decoder`.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -12,7 +13,7 @@ from models.configs import DecoderConfig
 from models.documents import FirstKey
 from models.experts import Experts
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
-from models.sharding import after_gradients, constrain
+from models.sharding import after_gradients, constrain, joined
 from mxjax.operands.computed import Norm, rms_norm
 
 
@@ -57,8 +58,7 @@ class Attention(nnx.Module):
         x, out_weight = after_gradients(x, self.out[...])
         y = _biased(gemms.dot("attention.qkv", x, self.qkv[...], norm), self.qkv_bias)
         y = y.reshape(*x.shape[:2], groups, rest + 2, c.head_dim)
-        # The gradient of a split is one concatenation; slices would be padded with zeros and added.
-        q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y, [rest, rest + 1], axis=3)
+        q_BSGRH, k_BSG1H, v_BSG1H = split_heads(y)
         q_BSNH, k_BSGH = q_BSGRH.reshape(*x.shape[:2], c.n_heads, c.head_dim), k_BSG1H[..., 0, :]
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
@@ -67,6 +67,22 @@ class Attention(nnx.Module):
         out_BSNH = gemms.attend(q_BSNH, k_BSGH, v_BSG1H[..., 0, :], first_key_BS, sinks_N)
         out = out_BSNH.reshape(*x.shape[:2], c.n_heads * c.head_dim).astype(x.dtype)
         return _biased(gemms.dot("attention.out", out, out_weight), self.out_bias)
+
+
+@jax.custom_vjp
+def split_heads(
+    y_BSGUH: Float[Array, "B S G U H"],
+) -> tuple[Float[Array, "B S G R H"], Float[Array, "B S G 1 H"], Float[Array, "B S G 1 H"]]:
+    """Returns the query heads, the key and the value of each key/value head.
+
+    Their gradients are joined by `models.sharding.joined`; slices would be padded with zeros and added.
+    """
+    queries = y_BSGUH.shape[3] - 2
+    q_BSGRH, k_BSG1H, v_BSG1H = jnp.split(y_BSGUH, [queries, queries + 1], axis=3)
+    return q_BSGRH, k_BSG1H, v_BSG1H
+
+
+split_heads.defvjp(lambda y: (split_heads(y), None), lambda _, parts: (joined(parts, 3),))
 
 
 def _biased(y: Array, bias: nnx.Param | None) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models import attention, partial_attention
+from models.block import split_heads
 from models.documents import first_keys
 from mxjax.kernels.attention import fused as kernels
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
@@ -150,3 +151,27 @@ def test_masks_and_sinks_take_the_fused_kernels(monkeypatch, target):
         jax.eval_shape(lambda q, f: attention.causal_attention(q, q, q, f), q, first)
     assert taken[0]["sinks"].shape == (2,)
     assert taken[1]["first_key"].shape == (2, 9)  # whole, where all sequences share a window
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_the_gradient_of_split_heads_is_that_of_jax_s_split(queries):
+    y_BSGUH = jax.random.normal(jax.random.key(0), (2, 5, 3, queries + 2, 4))
+    expected, of_split = jax.vjp(lambda y: tuple(jnp.split(y, [queries, queries + 1], axis=3)), y_BSGUH)
+    found, of_heads = jax.vjp(split_heads, y_BSGUH)
+    gradients = tuple(jax.random.normal(jax.random.key(i), part.shape) for i, part in enumerate(expected))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    np.testing.assert_array_equal(of_heads(gradients)[0], of_split(gradients)[0])
+
+
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_gpus_rotate_queries_and_their_gradients_to_the_same_bits(factor, monkeypatch):
+    x, dy = jax.random.normal(jax.random.key(0), (2, 2, 7, 3, 8), jnp.bfloat16)
+    rope = attention.Rope(jax.random.normal(jax.random.key(1), (1, 7, 4)), factor)
+
+    def rotated():  # without jit, so that XLA does not fuse products with sums
+        y, vjp = jax.vjp(lambda x: attention.apply_rope(x, rope), x)
+        return y, vjp(dy)[0]
+
+    expected = rotated()
+    monkeypatch.setattr(attention, "on_gpu", lambda: True)
+    jax.tree.map(np.testing.assert_array_equal, rotated(), expected)
