@@ -12,9 +12,9 @@ import jax
 import tyro
 
 from models import decoder
+from models.attention.documents import Documents
 from models.configs import DecoderConfig
-from models.documents import Documents
-from models.experts import check_policies
+from models.experts.layer import check_policies
 from mxjax.numerics.scales import ScaleRule
 from mxjax.products.implementations import Implementation, check_implementations
 from training.config import Config, PrecisionConfig, parse_rules

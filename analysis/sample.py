@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from analysis.restore import Restored, RunArguments
+from models.attention.documents import Documents
 from models.configs import DecoderConfig
-from models.documents import Documents
 from models.generation import Options, cache_bytes, generate
 from training.data.megatron import is_indexed
 from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE

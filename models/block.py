@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention import Rope, apply_rope
+from models.attention.causal import Rope, apply_rope
+from models.attention.documents import FirstKey
 from models.configs import DecoderConfig
-from models.documents import FirstKey
-from models.experts import Experts
+from models.experts.layer import Experts
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients, constrain, joined
 from mxjax.operands.computed import Norm, rms_norm

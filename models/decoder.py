@@ -21,14 +21,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import gemms, loss
-from models.attention import Rope, block_windows, rope_of
+from models.attention.causal import Rope, block_windows, rope_of
+from models.attention.context import cut, join, sequence_parts
+from models.attention.documents import Documents, document_starts, first_keys
 from models.block import RMSNorm
 from models.configs import DecoderConfig
-from models.context import cut, join, sequence_parts
-from models.documents import Documents, document_starts, first_keys
 from models.embedding import lookup
-from models.expert_traffic import Traffic
-from models.experts import Routing, auxiliary_loss
+from models.experts.layer import Routing, auxiliary_loss
+from models.experts.traffic import Traffic
 from models.gemms import BlockGemms, Slot, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
 from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
         traffic: Traffic | None = None,
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "D V"], Routing | None]:
         """Returns the input of the head, which is the last block's output, normalized; the head's matrix; and
-        what the routers did, stacked over blocks. The input is in the rows of `models.context`.
+        what the routers did, stacked over blocks. The input is in the rows of `models.attention.context`.
 
         Args:
           tokens_BS: token ids.
@@ -118,7 +118,7 @@ class Decoder(nnx.Module):
             then not copied into arrays of all layers, and compile longest. Default: all on a GPU, but one
             elsewhere, and where XLA's operations quantize: to fuse those of all blocks takes XLA minutes.
           documents: what attention keeps apart; None is whole sequences.
-          traffic: "fp4" packs tokens that travel to experts; see `models.expert_traffic`.
+          traffic: "fp4" packs tokens that travel to experts; see `models.experts.traffic`.
         """
         parts = sequence_parts(mesh_sizes(), *tokens_BS.shape)
         windows = block_windows(self.config, tokens_BS.shape[1])
@@ -205,7 +205,7 @@ def losses(
 def mean_loss(
     config: DecoderConfig, params: Params, batch: Int[Array, "B S+1"], **options
 ) -> Float32[Array, ""]:
-    """Returns the loss to minimize: the mean of `losses`, `models.experts.auxiliary_loss` and the z-loss.
+    """Returns the loss to minimize: the mean of `losses`, `auxiliary_loss` and the z-loss.
 
     See `measured_loss` for its arguments, and `models.loss.mean_loss` for how to differentiate it.
     """

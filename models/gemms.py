@@ -15,15 +15,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import mxjax
-from models.attention import attend_visible, causal_attention
+from models.attention.causal import attend_visible, causal_attention
+from models.attention.context import cut, join
+from models.attention.documents import visible_keys
+from models.attention.ring import ring_attention
 from models.configs import DecoderConfig
-from models.context import cut, join
-from models.documents import visible_keys
-from models.expert_order import Order
-from models.expert_parallel import Exchange
-from models.expert_traffic import Traffic
+from models.experts.order import Order
+from models.experts.parallel import Exchange
+from models.experts.traffic import Traffic
 from models.lora import Adapted
-from models.ring import ring_attention
 from models.sharding import weight_layout
 from mxjax.numerics.delayed import Scales
 from mxjax.operands.computed import Norm, rms_norm, swiglu
@@ -88,8 +88,8 @@ def linear_weights(blocks: Mapping[str, Any]) -> dict[str, Any]:
 class BlockGemms:
     """The GEMMs of one block: each runs in the policy, and with the random bits, of its layer.
 
-    `keys` [policies] are from `block_keys`. `parts` are the rows of a sequence, see `models.context`, and
-    `traffic` is how tokens travel to experts, see `models.expert_traffic`.
+    `keys` [policies] are from `block_keys`. `parts` are the rows of a sequence, see
+    `models.attention.context`, and `traffic` is how tokens travel to experts, see `models.experts.traffic`.
     `routing` is set by the block's experts, if it has any.
     """
 
@@ -192,7 +192,7 @@ class BlockGemms:
         )
 
     def attend(self, q_BSNH, k_BSGH, v_BSGH, first_key_BS=None, sinks_N=None) -> Float[Array, "B S N H"]:
-        """Returns causal attention; see `models.attention.causal_attention`."""
+        """Returns causal attention; see `models.attention.causal.causal_attention`."""
         return attend(q_BSNH, k_BSGH, v_BSGH, self, None, first_key_BS, sinks_N)
 
     def _scales(self, name: str) -> Scales | None:

@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from models import decoder
-from models.attention import rope_of
+from models.attention.causal import rope_of
+from models.attention.documents import Documents, document_starts, first_keys, visible_keys
 from models.configs import DecoderConfig
-from models.documents import Documents, document_starts, first_keys, visible_keys
 from models.gemms import BlockGemms, attend, block_keys
 from models.stacks import block_graph, part, slice_stack
 from mxjax.policy.layers import LayerPolicies

@@ -14,7 +14,7 @@ from flax import nnx
 
 from models.block import Attention, Block, Mlp, RMSNorm
 from models.configs import DecoderConfig
-from models.experts import Experts
+from models.experts.layer import Experts
 
 DENSE = "dense_mlp"
 """The module of the MLPs in a decoder that has experts too; its layers are called "mlp"."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from models.expert_traffic import Traffic
+from models.experts.traffic import Traffic
 from mxjax.numerics.scales import ScaleRule
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation

@@ -19,7 +19,7 @@ device's share by the mesh axis `tensor`. In bytes:
       a block               its activations of mode `none` if they are recomputed, 32 T F for SwiGLU
                             and its gradient in float32, 6 W for its gradients and bfloat16 weights, or
                             for its unpacked weights in float32 and bfloat16,
-                            attention's scores unless they are fused (`models.attention.score_bytes`)
+                            attention's scores unless they are fused (`models.attention.causal.score_bytes`)
       the logits            10 V a token of one piece (see `models.loss`), 6 D V for the head
       Muon's update         4 a parameter that it takes, four times as much of the largest array
                             and, of parameters in bfloat16, a float32 copy
@@ -41,14 +41,14 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from models import decoder, lora
-from models.attention import score_bytes
+from models.attention.causal import score_bytes
+from models.attention.context import sequence_parts
+from models.attention.documents import Documents
+from models.attention.ring import ring_bytes
 from models.configs import DecoderConfig
-from models.context import sequence_parts
 from models.decoder import abstract_params
-from models.documents import Documents
-from models.expert_parallel import shape_of
+from models.experts.parallel import shape_of
 from models.loss import LOSS_TOKENS
-from models.ring import ring_bytes
 from models.sharding import MESH_AXES, parts_of
 from mxjax.numerics.formats import BLOCK
 from mxjax.policy.layers import LayerPolicies
@@ -167,7 +167,7 @@ def step_memory(
 def device_share(config: DecoderConfig, mesh: Mapping[str, int], tokens: int) -> DecoderConfig:
     """Returns the model that one device of a mesh computes for so many tokens.
 
-    Its share of the experts has as many rows as arrays have room for; see `models.expert_parallel`.
+    Its share of the experts has as many rows as arrays have room for; see `models.experts.parallel`.
     """
     tensor, experts = mesh["tensor"], config.experts
     if experts is not None and mesh["expert"] > 1:

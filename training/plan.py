@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from models.attention.documents import Documents
 from models.configs import DecoderConfig
-from models.documents import Documents
 from training.config import Config
 from training.data.evaluation_sets import EvaluationSet
 from training.data.megatron import MegatronCorpus

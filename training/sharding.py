@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from models import decoder
+from models.attention.context import fewest_sequences
 from models.configs import DecoderConfig
-from models.context import fewest_sequences
 from models.decoder import PARAMETER_AXES, Params, abstract_params
 from models.sharding import MESH_AXES, RULES, batch_parts_of, parts_of, spec
 from models.stacks import DENSE

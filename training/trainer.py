@@ -14,11 +14,11 @@ import numpy as np
 import optax
 
 from models import decoder, lora
+from models.attention.context import fewest_sequences
+from models.attention.documents import Documents
 from models.configs import DecoderConfig
-from models.context import fewest_sequences
 from models.decoder import Params
-from models.documents import Documents
-from models.experts import routing_by_layer
+from models.experts.layer import routing_by_layer
 from models.gemms import linear_layers, linear_weights
 from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels import peers
-from models.attention import kernel_on
-from models.documents import first_keys
+from models.attention.causal import kernel_on
+from models.attention.documents import first_keys
 from mxjax.kernels.attention import aiter, launches
 from mxjax.kernels.attention.blocks import HEAD_SIZES, Blocks, Kernels, candidates
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
@@ -100,7 +100,7 @@ QUERIES = {
 
 
 def kernels_table() -> str:
-    """Returns which kernel runs where, as `models.attention` chooses, in a Markdown table."""
+    """Returns which kernel runs where, as `models.attention.causal` chooses, in a Markdown table."""
     rows = []
     for device, (target, cuda) in DEVICES.items():
         for mask in ("none", "documents", "windows or sinks"):

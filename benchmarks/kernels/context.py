@@ -3,11 +3,11 @@
     python -m benchmarks.kernels.context [--shapes 1x32768x32x8x64 …] [--out FILE]
 
 Shapes as in `benchmarks.kernels.attention`, of one sequence, in as many rows as there are devices; forward,
-and forward and backward. "ring" is `models.ring`. "all-gather" gathers the keys and values first, multiplies
-the same chunks in fewer calls, and scatters the sums of their gradients. "all-to-all" gives each device a
-share of the heads of whole sequences (arXiv 2309.14509). "one device" is the whole sequence's attention.
-Each result is compared with that one's; "error" is the largest norm of a difference over the result's. The
-rate counts 2 products forward, 5 backward, masked or not, of all devices.
+and forward and backward. "ring" is `models.attention.ring`. "all-gather" gathers the keys and values first,
+multiplies the same chunks in fewer calls, and scatters the sums of their gradients. "all-to-all" gives each
+device a share of the heads of whole sequences (arXiv 2309.14509). "one device" is the whole sequence's
+attention. Each result is compared with that one's; "error" is the largest norm of a difference over the
+result's. The rate counts 2 products forward, 5 backward, masked or not, of all devices.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import attention
 from benchmarks.kernels.attention import Shape, parse_shape
-from models import ring
-from models.attention import causal_attention
-from models.partial_attention import Results, attend_part, part_gradients
+from models.attention import ring
+from models.attention.causal import causal_attention
+from models.attention.partial import Results, attend_part, part_gradients
 from models.sharding import spec
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from training.sharding import compiler_options, make_mesh

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from models import decoder
-from models.attention import rope_angles
+from models.attention.causal import rope_angles
 from models.configs import DecoderConfig
 from models.huggingface.architectures import model_type, shape_of, views
 from models.huggingface.quantized import QuantizedWeight, names_of, quantized_weights

@@ -19,7 +19,7 @@ from analysis import sample as sampling
 from analysis.restore import restore
 from analysis.sample import Codec, SampleConfig, codec_of
 from models import decoder
-from models.documents import Documents
+from models.attention.documents import Documents
 from training.command_line import parse
 from training.files import HUGGINGFACE
 

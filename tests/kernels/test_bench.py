@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels import attention, context, dot, quantize, ragged
-from models.partial_attention import Results
+from models.attention.partial import Results
 from mxjax.kernels.selftest import tune_gemm
 from mxjax.kernels.selftest.measured import Timing, measure
 

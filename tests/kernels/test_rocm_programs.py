@@ -151,7 +151,7 @@ def test_programs_from_jaxs_cache_compute_the_same(tmp_path):
 ATTENTION = """
 import json, os, pathlib
 import jax, jax.numpy as jnp, numpy as np
-from models.attention import causal_attention
+from models.attention.causal import causal_attention
 from support.rocm_on_cpu import Emulation
 
 rng = np.random.default_rng(0)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, partial_attention
+from models.attention import causal as attention
+from models.attention import partial as partial_attention
+from models.attention.documents import first_keys
 from models.block import split_heads
-from models.documents import first_keys
 from mxjax.kernels.attention import fused as kernels
 from mxjax.runtime.devices import INTERPRETER, Target, use_target
 

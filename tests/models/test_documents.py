@@ -10,8 +10,9 @@ import pytest
 from support.llamas import SMALL, layer_policies
 
 import mxjax
-from models import attention, decoder
-from models.documents import Documents, document_starts, first_keys
+from models import decoder
+from models.attention import causal as attention
+from models.attention.documents import Documents, document_starts, first_keys
 
 END = 299
 DOCUMENTS = [[*range(1, 14), END], [END], [*range(20, 29), END], [*range(40, 47)]]

@@ -12,8 +12,8 @@ from support.llamas import layer_policies
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
-from models.expert_order import permute, sort_by_expert
-from models.experts import auxiliary_loss, check_policies, route, summary
+from models.experts.layer import auxiliary_loss, check_policies, route, summary
+from models.experts.order import permute, sort_by_expert
 from training.config import OptimizerConfig
 from training.optimizer.optimizers import decayed, optimizer_of
 

@@ -13,7 +13,7 @@ import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, layer_policies
 
 from models import decoder
-from models.documents import Documents
+from models.attention.documents import Documents
 from models.generation import Options, cache_bytes, choose, empty_cache, generate, is_in_nucleus, read
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader

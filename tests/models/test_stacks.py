@@ -10,7 +10,7 @@ from support.llamas import layer_policies
 
 from models import decoder
 from models.configs import get_config
-from models.experts import routing_by_layer
+from models.experts.layer import routing_by_layer
 from models.stacks import block_numbers
 from mxjax import get_policy
 from training.optimizer.deoscillation import quantized_weights

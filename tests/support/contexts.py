@@ -11,11 +11,11 @@ import numpy as np
 
 import mxjax
 from models import decoder
+from models.attention.context import cut
+from models.attention.documents import Documents
 from models.configs import DecoderConfig, ExpertsConfig
-from models.context import cut
-from models.documents import Documents
-from models.expert_order import sort_by_expert
-from models.expert_parallel import exchange_on_mesh
+from models.experts.order import sort_by_expert
+from models.experts.parallel import exchange_on_mesh
 from models.sharding import weight_layout
 from training.process.environment import enable_compilation_cache
 from training.sharding import compiler_options, make_mesh, param_shardings, parameter_axes

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 import mxjax
 from models import decoder
 from models import loss as pieces
+from models.attention.documents import Documents
 from models.configs import DecoderConfig
-from models.documents import Documents
 from training import sharding as parameter_sharding
 from training.config import OptimizerConfig
 from training.memory import step_memory

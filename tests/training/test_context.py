@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from support.programs import on_devices
 
-from models.context import fewest_sequences, sequence_parts
-from models.ring import ring_bytes
+from models.attention.context import fewest_sequences, sequence_parts
+from models.attention.ring import ring_bytes
 from mxjax.runtime.devices import Target
 from training.sharding import parse_mesh
 
@@ -89,7 +89,7 @@ def test_sequences_that_devices_cannot_share_are_an_error(text, sequences, lengt
 
 @pytest.mark.parametrize(("length", "fused"), [(1024, True), (1152, False)])
 def test_scores_count_unless_kernels_take_chunks(monkeypatch, length, fused):
-    monkeypatch.setattr("models.partial_attention.current_target", lambda: Target("cuda", "sm_90"))
+    monkeypatch.setattr("models.attention.partial.current_target", lambda: Target("cuda", "sm_90"))
     q = jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16)
     scores = ring_bytes(q, 2) - length * 128 * (12 * 8 + 32 * 2)
     assert scores == (0 if fused else 12 * 8 * 384 * length)

@@ -14,11 +14,12 @@ from support.llamas import layer_policies
 from support.programs import on_devices
 
 import mxjax
-from models import decoder, expert_parallel
+from models import decoder
 from models.configs import get_config
-from models.expert_parallel import Exchange, place, shape_of
-from models.expert_traffic import check_traffic, pack_rows, row_bytes, traffic_text, unpack_rows
-from models.experts import check_policies
+from models.experts import parallel as expert_parallel
+from models.experts.layer import check_policies
+from models.experts.parallel import Exchange, place, shape_of
+from models.experts.traffic import check_traffic, pack_rows, row_bytes, traffic_text, unpack_rows
 from mxjax.stats.layers import Tensors
 from training.sharding import check_batch, check_shards, parse_mesh
 

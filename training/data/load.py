@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer
 
-from models.documents import Documents
+from models.attention.documents import Documents
 from training.config import DataConfig
 from training.data.evaluation_sets import EvaluationSet, bytes_of_targets
 from training.data.megatron import MegatronCorpus, is_indexed, load_megatron, load_validation, parse_blend

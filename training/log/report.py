@@ -11,7 +11,7 @@ import numpy as np
 
 from models.config_file import context_length
 from models.configs import DecoderConfig
-from models.expert_traffic import traffic_text
+from models.experts.traffic import traffic_text
 from mxjax.products.implementations import choose_implementation
 from training.config import Config
 from training.files import HUGGINGFACE

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.experts import summary
+from models.experts.layer import summary
 from models.stacks import block_numbers
 from training.config import ObserveConfig
 from training.data.evaluation_sets import losses_of

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from models.attention.context import sequence_parts
+from models.attention.documents import Documents
 from models.configs import DecoderConfig
-from models.context import sequence_parts
-from models.documents import Documents
-from models.expert_traffic import traffic_text
+from models.experts.traffic import traffic_text
 from models.sharding import batch_parts_of
 from mxjax.products.implementations import check_remat
 from mxjax.runtime.remat import Remat

@@ -8,9 +8,9 @@ import types
 import typing
 from typing import Any
 
+from models.attention.documents import Documents
 from models.config_file import from_dict
 from models.configs import DecoderConfig
-from models.documents import Documents
 from models.received import parse_json, read_text, special_kind
 from mxjax.policy import Policy
 from mxjax.policy.json import policy_from_json

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 
 from models import decoder
+from models.attention.context import sequence_parts
 from models.config_file import load_config
 from models.configs import DecoderConfig, get_config, to_dict
-from models.context import sequence_parts
-from models.expert_traffic import check_traffic
-from models.experts import check_policies
+from models.experts.layer import check_policies
+from models.experts.traffic import check_traffic
 from models.huggingface.files import small_files
 from models.lora import BYTES_PACKED
 from models.sharding import parts_of

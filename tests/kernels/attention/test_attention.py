@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.documents import first_keys
-from models.partial_attention import (
+from models.attention.documents import first_keys
+from models.attention.partial import (
     Results,
     attend_part,
     attend_part_by_kernel,

@@ -11,7 +11,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from support.llamas import layer_policies
 
-from models import attention, decoder
+from models import decoder
+from models.attention import causal as attention
 from models.configs import DecoderConfig
 from mxjax.operands.computed import swiglu
 from mxjax.products import implementations

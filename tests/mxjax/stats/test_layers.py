@@ -16,7 +16,7 @@ from support.runs import lines, weights
 import mxjax
 import train as training_program
 from models import decoder
-from models.attention import rope_of
+from models.attention.causal import rope_of
 from models.configs import DecoderConfig
 from models.gemms import BLOCK_LAYERS, LINEAR_LAYERS, BlockGemms
 from mxjax.stats.layers import MAX_TOKENS, Amax, Measures, by_layer, empty_slots, make_layer_stats, probe

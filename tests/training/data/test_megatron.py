@@ -10,7 +10,7 @@ from support.runs import untimed
 
 import eval as evaluation_program
 import train as training_program
-from models.documents import Documents
+from models.attention.documents import Documents
 from training.command_line import parse
 from training.config import DataConfig
 from training.data.indexed_dataset import IndexedDataset, IndexedWriter

@@ -14,8 +14,8 @@ from support.llamas import layer_policies, rewrite_params, tensors
 import mxjax
 from analysis.diagnose.capture import make_pass
 from models import decoder
+from models.attention.documents import Documents
 from models.configs import ExpertsConfig
-from models.documents import Documents
 from models.huggingface.files import Reader
 from training.huggingface.exporting import export_checkpoint
 from training.huggingface.importing import import_checkpoint

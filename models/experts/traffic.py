@@ -5,7 +5,7 @@ the tokens themselves, and so does a Wgrad that reads the values that the Fprop 
 the bits of tokens that travel whole, from 4.25 instead of 16 bits an element. Results and gradients travel
 whole.
 
-Shapes in names as in `models.experts`; W bytes of a row.
+Shapes in names as in `models.experts.layer`; W bytes of a row.
 """
 
 import math

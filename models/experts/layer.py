@@ -3,7 +3,7 @@
 Assignments, pairs of a token and one of its experts, are sorted by expert, so that the products are
 `mxjax.ragged_dot`'s under the policies of "mlp.gate_up" and "mlp.down". The router, "mlp.router", is a layer
 of its own, in float32 unless a rule names it. On a mesh, sums and sorting are over all devices' tokens, and
-with the axis `expert` tokens travel to their experts' devices (`models.expert_parallel`).
+with the axis `expert` tokens travel to their experts' devices (`models.experts.parallel`).
 
 Shapes in names as in `models.decoder`; T tokens, E experts, K active ones, A = T K assignments.
 """
@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Float32, Int32
 import mxjax
 from models.configs import ClampedSwiGLU, DecoderConfig, ExpertsConfig
 from models.embedding import lookup
-from models.expert_order import Order, sort_by_expert
-from models.expert_parallel import Exchange, exchange_on_mesh
+from models.experts.order import Order, sort_by_expert
+from models.experts.parallel import Exchange, exchange_on_mesh
 from models.gemms import BlockGemms, random_matrix, residual_std, zeros
 from models.sharding import after_gradients
 from mxjax.operands.computed import Norm, rms_norm, swiglu

@@ -6,9 +6,11 @@ unit, and each device has a run of whole units. So blocks, random bits and loads
 
 A row travels at most twice, by `jax.lax.ragged_all_to_all` on GPUs. Elsewhere, by an all-to-all of buffers
 that hold any distribution. Arrays of rows have the capacity for the worst one, in which all tokens choose the
-experts of one device: `capacity`. On the way to their experts tokens may be packed (`models.expert_traffic`).
+experts of one device: `capacity`. On the way to their experts tokens may be packed
+(`models.experts.traffic`).
 
-Shapes in names as in `models.experts`; P devices that share batches, G experts of a device, C rows of one.
+Shapes in names as in `models.experts.layer`; P devices that share batches, G experts of a device, C rows
+of one.
 """
 
 import functools
@@ -22,8 +24,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Num, UInt8
 
-from models.expert_order import Order, sort_by_expert
-from models.expert_traffic import Traffic, pack_rows, unpack_rows
+from models.experts.order import Order, sort_by_expert
+from models.experts.traffic import Traffic, pack_rows, unpack_rows
 from models.sharding import RULES, mesh_sizes
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import PER_COUNTER
@@ -157,7 +159,7 @@ def place(shape: Shape, counts_PE: Int32[Array, "P E"], me: Int32[Array, ""]) ->
 
 
 class Exchange(NamedTuple):
-    """The rows of all devices' experts, as `models.expert_order.Order` has those of one device.
+    """The rows of all devices' experts, as `models.experts.order.Order` has those of one device.
 
     Attributes:
       shape: static sizes.

@@ -7,8 +7,8 @@ it multiplies two pairs of whole chunks. Partial results are merged by the logar
 exp(scores). The backward pass recomputes the weights from the sums of whole sequences; gradients of keys and
 values go around with them.
 
-Shapes in names as in `models.context`; C = S / 2 counts the tokens of a chunk. Inside `jax.shard_map`, a
-device's tensors begin with an axis of its two chunks. Source: arXiv 2310.01889.
+Shapes in names as in `models.attention.context`; C = S / 2 counts the tokens of a chunk. Inside
+`jax.shard_map`, a device's tensors begin with an axis of its two chunks. Source: arXiv 2310.01889.
 """
 
 import functools
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from models.partial_attention import Results, attend_part, part_gradients, piece_of, takes_part
+from models.attention.partial import Results, attend_part, part_gradients, piece_of, takes_part
 from models.sharding import spec, sum_over_rows
 from mxjax.runtime.remat import tag_attention
 
@@ -32,12 +32,12 @@ def ring_attention(
     sinks_N: Float[Array, " N"] | None,
     parts: int,
 ) -> Float[Array, "rows S N H"]:
-    """Returns `models.attention.causal_attention` of sequences in `parts` rows each, one row a device.
+    """Returns `models.attention.causal.causal_attention` of sequences in `parts` rows each, one row a device.
 
     Args:
       q, k, v: queries, keys and values.
       first_key: position in its sequence of the first key that each query sees, from
-        `models.documents.first_keys`; it never decreases. None is 0.
+        `models.attention.documents.first_keys`; it never decreases. None is 0.
       sinks_N: as in `causal_attention`.
       parts: rows of a sequence.
     """

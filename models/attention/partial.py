@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from models.attention import PIECE, kernel_on, on_cuda
+from models.attention.causal import PIECE, kernel_on, on_cuda
 from mxjax.runtime.devices import Target, current_target
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from models.attention.documents import FirstKey, visible_keys
 from models.configs import DecoderConfig, Yarn
-from models.documents import FirstKey, visible_keys
 from mxjax.runtime.devices import Target, current_target, on_gpu
 from mxjax.runtime.remat import tag_attention
 
@@ -133,7 +133,7 @@ def causal_attention(
 
     Args:
       q_BSNH, k_BSGH, v_BSGH: queries, keys and values.
-      first_key_BS: the first key that each query sees, from `models.documents.first_keys`; None is 0.
+      first_key_BS: the first key that each query sees, from `documents.first_keys`; None is 0.
       sinks_N: a logit of each head that joins the softmax of every query, and has no value.
     """
     length = q_BSNH.shape[1]

@@ -3,8 +3,9 @@
 The tokens of a batch are in rows. Without `context` a row is a sequence. With it the devices of a `context`
 group share their sequences: `cut` makes `parts` consecutive rows of each, one for each device, or none if
 there is a whole sequence for every device. Rows keep the order of the tokens, so that all products over
-tokens, their blocks and their random bits are those of one device. Only RoPE and attention (`models.ring`)
-know of it. Shapes in names as in `models.decoder`; S counts the tokens of a row, T those of a sequence.
+tokens, their blocks and their random bits are those of one device. Only RoPE and attention
+(`models.attention.ring`) know of it. Shapes in names as in `models.decoder`; S counts the tokens of a row,
+T those of a sequence.
 """
 
 import contextlib

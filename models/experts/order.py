@@ -1,6 +1,6 @@
 """The rows of a mixture's experts on one device, or on a mesh whose partitioner moves them.
 
-Shapes in names as in `models.experts`.
+Shapes in names as in `models.experts.layer`.
 """
 
 import functools
