@@ -7,11 +7,11 @@
 # `python -m training.tokenize --input` takes; by default the source of Python and of its installed packages, some
 # 200 MB, of which --tiny takes the standard library alone. Needs the extra `data` (`uv run` has it).
 #
-# Expect of --tiny, on two CPU cores: 80 s of processor time in all, of which most compiles. The tiny Llama of
-# 1.05 million parameters reads 102,400 tokens of 4.3 million in 100 steps; its validation loss is about 5.4 nats a
-# token, 2.8 bits per byte, and its text nearly noise. Without --tiny, on one H200
-# with 32 cores: 7 minutes, of which 4,000 steps of the 125m on 131 million tokens take 4; 25,000 files with PyTorch's
-# and JAX's among them are 107 million tokens, of which the validation loss is 1.665 nats, 0.646 bits per byte.
+# Expect of --tiny, on two CPU cores: 80 s of processor time in all, of which most compiles. The tiny Llama of 1.05
+# million parameters reads 102,400 tokens of 4.3 million in 100 steps; its validation loss is about 5.4 nats a token,
+# 2.8 bits per byte, and its text nearly noise. Without --tiny, on one H200 with 32 cores: 7 minutes, of which 4,000
+# steps of the 125m on 131 million tokens take 4; 25,000 files with PyTorch's and JAX's among them are 107 million
+# tokens, of which the validation loss is 1.665 nats, 0.646 bits per byte.
 #
 # FOLDER/report.html has the curves, FOLDER/export the model for transformers, with its linear layers in MXFP4.
 set -euo pipefail
@@ -43,7 +43,7 @@ if [ ${#text[@]} -eq 0 ]; then
   step "the source"
   text=("$out/source")
   [ -e "${text[0]}" ] || python - "${text[0]}" "$tiny" <<'PYTHON'
-import concurrent.futures, json, os, pathlib, sys, sysconfig, zlib
+import concurrent.futures, json, os, pathlib, shutil, sys, sysconfig, zlib
 
 out, tiny = sys.argv[1:]
 paths = sysconfig.get_paths()
@@ -55,7 +55,8 @@ names.sort(key=lambda name: zlib.crc32(name.encode()))  # so that the last files
 with concurrent.futures.ThreadPoolExecutor(16) as pool:
     texts = list(pool.map(lambda name: found[name].read_text(errors="ignore"), names))
 folder = pathlib.Path(f"{out}.partial")
-folder.mkdir(exist_ok=True)
+shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
+folder.mkdir()
 size = len(texts) // (n_files := 4 if tiny else 32) + 1  # one process tokenizes a file
 for i in range(n_files):
     lines = [json.dumps({"text": text}) + "\n" for text in texts[i * size : (i + 1) * size] if text]

@@ -4,24 +4,30 @@
 `context` and `tensor` shard parameters, gradients and optimizer state, and `expert` those of experts
 (`models.experts.parallel`). Models name the logical axes of their results; XLA's partitioner decides the
 rest. On one device, or without `jax.set_mesh`, nothing here but `run_blocks` changes a program. Below, fsdp
-means fsdp and context together. The partitioned program of a step (read on 8 virtual devices;
-`tests/training/test_mesh.py` checks it): - Each iteration of the loops over layers gathers the weights of
-its own layer over fsdp, once for Fprop and once for Dgrad (and once more with remat), in the form that the
-GEMM reads: bfloat16, FP8, or packed elements and scales. - The same loop sums Wgrad in float32 and shards
-it: an all-reduce and a slice, which XLA turns into a reduce-scatter where it has that pass (not on CPUs). -
-Embedding rows move by an all-to-all. No other activations move over data or fsdp. - tensor adds all-reduces
-of float32 activations: after `attention.out` and `mlp.down` in the forward pass, after `attention.qkv` and
-`mlp.gate_up` in the backward pass. `mlp.gate_up` holds the gate's columns, then those of the up projection,
-because its blocks depend on the order; splitting it moves half of both. - The head is gathered, and its
-gradient summed, once a step; with `tensor` or a quantized head, once for each piece of the loss. A piece
-has a fixed number of tokens a device, so larger meshes have no more. The order of the backward pass on a
-mesh, which decides what hides the sums of gradients over devices. A scheduler sees that only the optimizer
-reads the gradients of weights. XLA's computes those of all blocks at the end of the step, one product after
-another. There nothing hides their reduce-scatters: by a trace on two H200 each starts when the next product
-frees multiprocessors, and the product after that waits for it. Here the backward pass waits for them
-earlier. It leaves the MLP after the gradient of `down`, the attention after that of `out`, and the block
-after those of `gate_up`, of `qkv` in the block above, and of the head two blocks above: each time there is
-something else to compute in the meantime.
+means fsdp and context together.
+
+The partitioned program of a step (read on 8 virtual devices; `tests/training/test_mesh.py` checks it):
+  - Each iteration of the loops over layers gathers the weights of its own layer over fsdp, once for Fprop and
+    once for Dgrad (and once more with remat), in the form that the GEMM reads: bfloat16, FP8, or packed
+    elements and scales.
+  - The same loop sums Wgrad in float32 and shards it: an all-reduce and a slice, which XLA turns into a
+    reduce-scatter where it has that pass (not on CPUs).
+  - Embedding rows move by an all-to-all. No other activations move over data or fsdp.
+  - tensor adds all-reduces of float32 activations: after `attention.out` and `mlp.down` in the forward pass,
+    after `attention.qkv` and `mlp.gate_up` in the backward pass. `mlp.gate_up` holds the gate's columns, then
+    those of the up projection, because its blocks depend on the order; splitting it moves half of both.
+  - The head is gathered, and its gradient summed, once a step; with `tensor` or a quantized head, once for
+    each piece of the loss. A piece has a fixed number of tokens a device, so larger meshes have no more.
+
+The order of the backward pass on a mesh, which decides what hides the sums of gradients over devices.
+
+A scheduler sees that only the optimizer reads the gradients of weights. XLA's computes those of all blocks at
+the end of the step, one product after another. There nothing hides their reduce-scatters: by a trace on two
+H200 each starts when the next product frees multiprocessors, and the product after that waits for it.
+
+Here the backward pass waits for them earlier. It leaves the MLP after the gradient of `down`, the attention
+after that of `out`, and the block after those of `gate_up`, of `qkv` in the block above, and of the head two
+blocks above: each time there is something else to compute in the meantime.
 """
 
 import math

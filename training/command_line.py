@@ -349,7 +349,8 @@ def command_of(config: Config, out: str) -> str:
         words += ["--batch-size", str(config.data.batch_size)]
     ours, theirs = by_flag(config), by_flag(default)
     for name, value in ours.items():
-        if name not in _OF_AN_INVOCATION and (name in _ALWAYS or value != theirs[name]):
+        chosen = name in _ALWAYS or value != theirs[name] or (name == "lr" and config.init is not None)
+        if name not in _OF_AN_INVOCATION and chosen:  # imported weights need a rate that was chosen
             words += _words(name, value)
     return shlex.join(["python", "train.py", *words, "--out", out])
 

@@ -54,9 +54,7 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
                 "at": at,
                 "loss": t_interval(list(own.values())).mean,
                 "sd": standard_deviation(list(own.values())),
-                "train_loss": t_interval(
-                    [run.last_mean("loss", at) or math.nan for run in good[group.name]]
-                ).mean,
+                "train_loss": t_interval([_last_loss(run, at) for run in good[group.name]]).mean,
                 "difference": d.mean,
                 "low": d.low,
                 "high": d.high,

@@ -202,7 +202,7 @@ def check_extension(config: Config, saved: Config, taken: int) -> None:
         step, ours, theirs = found
         raise ValueError(
             f"{why}, on which its learning rate depends: at step {step + 1} it was {theirs:.9g} and "
-            f"would have been {ours:.9g}; go on from an earlier step, --branch RUN/checkpoints/STEP, "
+            f"would have been {ours:.9g}; go on from a step by --branch RUN/checkpoints/STEP --decay N, "
             "begin a run with --init, or use --schedule wsd or constant from the start"
         )
 

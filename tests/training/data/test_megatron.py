@@ -252,7 +252,7 @@ def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
         load_data(config(prefix, eval_data=(str(tmp_path / "text.txt"),)), 257)
     with pytest.raises(ValueError, match=r"no such file, folder, or dataset /missing.idx"):
         load_data(config("/missing"), 257)
-    with pytest.raises(ValueError, match="257 ids, .* the model has 100; raise --vocab-size"):
+    with pytest.raises(ValueError, match=r"257 ids, .* the model has 100; raise --vocab-size"):
         load_data(config(str(tmp_path / "text.txt"), vocab_size=100), 257)
 
 
