@@ -312,7 +312,7 @@ def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypa
     assert weights(evidence)[0] == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_programs_run_as_commands(text, tmp_path):
     def command(*arguments):
         done = subprocess.run(

@@ -281,7 +281,7 @@ def run(out, *flags):
     return training_program.train(parse([*SMALL, "--policy", "bf16", "--out", str(out), *flags]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     prefix = write(tmp_path / "train", top=256, end=[256])
     other = write(tmp_path / "other", 40, top=256, seed=1, end=[256])
