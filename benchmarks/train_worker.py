@@ -28,22 +28,14 @@ from mxjax.kernels.selftest.measured import measure
 from mxjax.products.implementations import check_remat, choose_implementation
 from mxjax.recipes import get_policy
 from mxjax.runtime.tables import table
+from training import sharding as parameter_sharding
 from training.config import DataConfig, OptimizerConfig, parse_rules
 from training.data.load import load_data
 from training.optimizer.delayed import is_delayed, scales_of, with_histories
 from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 from training.process.environment import facts
-from training.sharding import (
-    check_batch,
-    check_shards,
-    compiler_options,
-    filled_size,
-    first_state,
-    global_batch,
-    make_mesh,
-    resize,
-)
+from training.sharding import check_batch, compiler_options, filled_size, global_batch, make_mesh, resize
 from training.step import ScheduledStep, TrainState, make_train_step
 
 OURS, PEER = "benchmarks.train_worker", "benchmarks.train_peer"
@@ -216,9 +208,9 @@ def prepare(job: Job, mesh: jax.sharding.Mesh) -> tuple[ScheduledStep, TrainStat
     options = {"policies": policies, "remat": job.remat, "implementation": job.implementation}
     check_remat(job.remat, policies.policies, job.implementation)
     check_batch(mesh.shape, job.batch, 1)
-    check_shards(mesh.shape, model, policies)
+    parameter_sharding.check_shards(mesh.shape, model, policies)
     fill = functools.partial(resize, size=filled_size(mesh.shape, model, [policies]))
-    state, shardings = first_state(model, optimizer, mesh, jax.random.key(0), fill)
+    state, shardings = parameter_sharding.first_state(model, optimizer, mesh, jax.random.key(0), fill)
     loss = functools.partial(_loss, model, options)
     told = compiler_options(mesh, policies.policies, job.implementation)
     train_step = make_train_step(

@@ -47,7 +47,7 @@ def run_compiled(script, *arguments, text=None, **environment):
     return done.stdout
 
 
-def on_devices(devices: int, script, *arguments, **environment) -> list[dict]:
+def on_devices(devices: int, script, *arguments, **environment) -> list:
     """Returns the JSON lines that a script or module prints on virtual devices, in a process of its own.
 
     LLVM does not optimize, which would take longer than the programs run.

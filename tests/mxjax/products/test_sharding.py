@@ -78,6 +78,7 @@ for implementation in ("fp8_carriers", "scaled_dot"):
         of_parts = jax.jit(jax.grad(by_hand, (0, 1)), static_argnums=(3, 4))
         for a, b in zip(one, of_parts(put(x, P("d")), put(w, P()), key, *case)):
             np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-4)
+print(jax.device_count())
 """
 
 
@@ -92,7 +93,7 @@ for implementation in ("fp8_carriers", "scaled_dot"):
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_sharding(kinds):
     strict = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    on_devices(4, PROGRAM, *kinds, **strict)
+    assert on_devices(4, PROGRAM, *kinds, **strict) == [4]
 
 
 SCALES = """
@@ -113,11 +114,12 @@ for size in (1, 2, 4, 8):
     for spec in (P("d"), P(None, "d")):
         found = quantized(jax.device_put(x, NamedSharding(mesh, spec)))
         jax.tree.map(np.testing.assert_array_equal, found, expected)
+print(jax.device_count())
 """
 
 
 def test_tensor_scales_and_elements_agree_over_meshes_of_1_to_8():
-    on_devices(8, SCALES)
+    assert on_devices(8, SCALES) == [8]
 
 
 def test_a_gradient_is_row_major():
