@@ -285,9 +285,10 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             parameter = ".".join(str(key.key) for key in path)
             most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
+            instead = f"reduce {axis}, to {most} at most," if most > 1 else f"leave {axis} out"
             raise ValueError(
                 f"--mesh {axis}={parts} cannot split {parameter}'s axis {name!r} of {size} into equal "
-                f"parts{whole}; reduce {axis}, to {most} at most, and let data=N take the other devices"
+                f"parts{whole}; {instead} and let data=N take the other devices"
             )
 
 

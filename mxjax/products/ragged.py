@@ -36,7 +36,7 @@ from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.mesh import on_auto_axes, varying_as
-from mxjax.runtime.primitives import first_order_only, without_forward_mode
+from mxjax.runtime.primitives import first_order_only, mapped_together, without_forward_mode
 
 BY_KERNELS = ("fp8_carriers", "triton")
 """Implementations that multiply by grouped GEMMs of `mxjax.kernels`."""
@@ -58,8 +58,7 @@ def ragged_dot(
     The first `group_sizes[0]` rows of x are multiplied by `w[0]`, the next `group_sizes[1]` by `w[1]`, and so
     on. Each expert's products are those of `dot` on its rows. Formats with a scale for the whole tensor have
     one for all experts. Random bits are drawn for the padded tensor of all of them, whose layout differs
-    between implementations. Under `jax.vmap`, "reference" and "xla" need every argument mapped along axis 0,
-    as `jax.lax.ragged_dot` does.
+    between implementations.
 
     Args:
       x: activations, sorted by group. Rows past the sum of the sizes give zeros.
@@ -92,7 +91,7 @@ def ragged_dot(
     if not x.shape[0] or not w.shape[0]:
         return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
     unit = row_unit(policy)
-    x, w = without_forward_mode(x), without_forward_mode(w)
+    x, w, sizes = mapped_together(without_forward_mode(x), without_forward_mode(w), sizes)
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
@@ -187,6 +186,11 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -
 
 def _check_policy(policy: Policy) -> None:
     """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
+    if policy.delayed:
+        raise NotImplementedError(
+            f"ragged_dot takes no scales of earlier steps, from which the policy scales {', '.join(policy.delayed)}; "
+            "use a policy with current scales, such as 'fp8'"
+        )
     operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
     whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)
     whole &= not any(gemm.rotation and gemm.rotation.order != "given" for gemm in policy.gemms.values())

@@ -13,10 +13,12 @@ from support.llamas import layer_policies, params_of, tensors
 
 import mxjax
 from models import decoder
+from models.gemms import linear_layers
 from models.generation import Options, generate
 from models.huggingface.architectures import ARCHITECTURES, shape_of, views
 from models.huggingface.config import read_config
 from models.huggingface.files import Reader, read_json
+from models.huggingface.quantized import names_of
 from models.huggingface.weights import read_params
 from training.huggingface.exporting import export_checkpoint
 from training.huggingface.importing import import_checkpoint
@@ -31,6 +33,14 @@ def test_every_architecture_has_a_golden_model():
     assert {json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in NAMES} == {
         *ARCHITECTURES
     }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapted_layers_have_names_of_the_checkpoint(name):
+    config = read_config(read_json(GOLDEN / name / "config.json"))
+    adapted = names_of(config, [f"blocks.0.{layer}" for layer in linear_layers(config)])
+    assert adapted
+    assert {f"{matrix}.weight" for matrix in adapted} <= tensors(GOLDEN / name).keys()
 
 
 # What they have is in another architecture, too: windows, norms of queries and keys, and experts.

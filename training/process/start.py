@@ -37,7 +37,10 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def output_errors() -> Iterator[None]:
-    """Ends the program with one line if standard output does not take what the block prints."""
+    """Ends the program with one line if standard output does not take what the block prints.
+
+    A reader that has enough, such as `head`, needs no line.
+    """
     try:
         try:
             yield
@@ -47,7 +50,8 @@ def output_errors() -> Iterator[None]:
     except (OSError, UnicodeEncodeError) as error:
         if sys.stdout is not None:  # for what is left in the buffer
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(f"{program_name()}: error: standard output: {error}")
+        enough = isinstance(error, BrokenPipeError)
+        sys.exit(128 + signal.SIGPIPE if enough else f"{program_name()}: error: standard output: {error}")
 
 
 @contextlib.contextmanager
