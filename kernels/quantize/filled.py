@@ -24,13 +24,15 @@ from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import current_target
 
 
-def takes_filled(x: jax.Array, uses: list[OperandUse], places: Places) -> bool:
-    """Whether `quantize_filled` runs here and takes x for these uses."""
-    if len(uses) != 2 or x.dtype != jnp.bfloat16 or places.run % HOPPER_TILE.rows:
+def takes_filled(x: jax.Array, uses: list[OperandUse], run: int, length: int) -> bool:
+    """Whether `quantize_filled` runs here and takes x for these uses, in runs of `length` rows in all."""
+    if len(uses) != 2 or x.dtype != jnp.bfloat16 or run % HOPPER_TILE.rows:
+        return False
+    if any(use.has_places for use in uses):
         return False
     plain = all(use.form == "packed" and use.is_plain and use.reads is None for use in uses)
     rows, columns = uses
-    return plain and takes_computed((rows, columns), current_target(), _length(places), x.shape[1])
+    return plain and takes_computed((rows, columns), current_target(), length, x.shape[1])
 
 
 def quantize_filled(

@@ -159,7 +159,7 @@ def check_policies(
     def product(policy, x, w, size):
         key = jax.random.key(0)
         if owners > 1:
-            check_on_mesh(policy, implementation)
+            check_on_mesh(policy)
         return mxjax.ragged_dot(x, w, size, policy=policy, key=key, implementation=implementation)
 
     layers = dict(policies.items())

@@ -218,8 +218,8 @@ class Exchange(NamedTuple):
         self, x: Float[Array, "PC k"], w: Float[Array, "E k n"], *, policy: Policy, **options
     ) -> Float[Array, "PC n"]:
         """Returns the products of the rows and their experts' weights; options as in `mxjax.ragged_dot`."""
-        groups, grid = self.placement.groups(row_unit(policy)), Grid(AXES, EXPERT)
-        return ragged_dot_on_mesh(x, w, groups, grid, policy=policy, **options)
+        grid = Grid(AXES, EXPERT)
+        return ragged_dot_on_mesh(x, w, self.placement.groups, grid, policy=policy, **options)
 
 
 def exchange_on_mesh(

@@ -72,6 +72,11 @@ class OperandUse(NamedTuple):
         return self.rotation is None or self.rotation.is_hadamard
 
     @property
+    def has_places(self) -> bool:
+        """Whether random bits count rows by places of their own, which kernels do not."""
+        return isinstance(self.key, KeyWords) and self.key.places is not None
+
+    @property
     def options(self) -> "OperandUse":
         """The quantization alone, without arrays: hashable, and the same for all calls of a kernel."""
         return OperandUse(self.axis, self.operand, self.rotation)

@@ -52,7 +52,7 @@ class Groups(NamedTuple):
     def _placed(self, use: OperandUse) -> OperandUse:
         if use.reads is not None:
             use = use._replace(reads=self._placed(use.reads))
-        if self.places is None or not isinstance(use.key, KeyWords):
+        if self.places is None or not isinstance(use.key, KeyWords) or not use.operand.needs_key:
             return use
         return use._replace(key=use.key._replace(places=self.places))
 

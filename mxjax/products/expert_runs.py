@@ -28,7 +28,7 @@ class Runs(NamedTuple):
     @property
     def number(self) -> int:
         """The number of runs that hold any distribution of the rows."""
-        return (self.rows + (self.sizes.size + self.rest) * (self.run - 1)) // self.run
+        return runs_number(self.rows, self.run, self.sizes.size + self.rest)
 
     @property
     def starts(self) -> Int32[Array, " g_1"]:
@@ -57,6 +57,11 @@ class Runs(NamedTuple):
         """Returns the rows that `filled` put in runs, in x's order; those of no expert are zero."""
         starts, ends = self.starts[:-1] * self.run, self.ends[:-2]
         return _rows_at(y, _shifted(ends, starts, self.sizes, self.rows, y.shape[0]))
+
+
+def runs_number(rows: int, run: int, groups: int) -> int:
+    """Returns the number of runs that hold any distribution of rows among groups."""
+    return (rows + groups * (run - 1)) // run
 
 
 def runs_of(sizes: Int32[Array, " g"], rows: int, run: int, *, rest: bool) -> Runs:

@@ -175,7 +175,7 @@ def _casts_by_kernel(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
 def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Literal["packed", "bf16"]) -> bool:
     """Whether the quantizer kernel runs here and takes x for these uses."""
     target = current_target()
-    if target is None or not x.size or not all(use.is_plain for use in uses):
+    if target is None or not x.size or not all(use.is_plain and not use.has_places for use in uses):
         return False
     from mxjax.kernels.quantize.launches import LARGEST_ROTATION, fit
 

@@ -6,6 +6,7 @@ of Wgrad's operands spans two experts. Zeros change no result.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_floating, check_key, result_dtype
 from mxjax.products.draws import uses_of_policy
 from mxjax.products.expert_groups import Grid, Groups, multiply_groups
-from mxjax.products.expert_products import matmul_experts
+from mxjax.products.expert_products import matmul_experts, run_rows
 from mxjax.products.expert_runs import runs_of
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
@@ -84,8 +85,7 @@ def ragged_dot(
     check_floating(x, w, preferred_element_type)
     check_key(policy, key)
     x, w, sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes, jnp.int32)
-    by_kernels = implementation in BY_KERNELS or (implementation is None and _has_kernels())
-    chosen = implementation if by_kernels else implementation or "xla"
+    by_kernels, chosen = _choice(implementation)
     options = _options(x, w, policy, chosen, precision, preferred_element_type)
     dtype = options.dtypes[0]
     if not x.shape[0] or not w.shape[0]:
@@ -96,7 +96,7 @@ def ragged_dot(
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
         if by_kernels:
-            result: jax.Array = matmul_experts(options, unit, x, w, sizes, key)
+            result: jax.Array = matmul_experts(options, unit, None, x, w, Groups(sizes), key)
             return result
         runs = runs_of(sizes, x.shape[0], unit, rest=False)
         groups = Groups(-(-runs.sizes // unit) * unit)
@@ -110,7 +110,7 @@ def ragged_dot(
 def ragged_dot_on_mesh(
     x: Float[Array, "m k"],
     w: Float[Array, "g k n"],
-    groups: Groups,
+    groups: Callable[[int], Groups],
     grid: Grid,
     *,
     policy: Policy,
@@ -122,27 +122,34 @@ def ragged_dot_on_mesh(
 
     Args:
       x: rows as `groups` says, whose sizes are multiples of `row_unit` and of 8; others are zero.
-      Others: see `ragged_dot`.
+      groups: a function of the unit in which random bits count the places of rows.
+      Others: see `ragged_dot`. Kernels do not quantize rows for which random bits are drawn.
     Raises:
-      NotImplementedError: implementation "fp8_carriers", or a Wgrad that rounds stochastically in other runs
-        of rows than whole ones of 8; see also `ragged_dot`.
+      NotImplementedError: a Wgrad that rounds stochastically in other runs of rows than whole ones of 8; see
+        also `ragged_dot`.
     """
     _check_policy(policy)
     check_key(policy, key)
-    check_on_mesh(policy, implementation)
-    options = _options(x, w, policy, implementation or "xla", None, preferred_element_type)
+    check_on_mesh(policy)
+    by_kernels, chosen = _choice(implementation)
+    options = _options(x, w, policy, chosen, None, preferred_element_type)
     x, w = without_forward_mode(x), without_forward_mode(w)
-    y: jax.Array = _matmul(options, grid, x, w, groups, key if policy.needs_key else None)
+    key, unit = key if policy.needs_key else None, row_unit(policy)
+    if by_kernels:
+        y: jax.Array = matmul_experts(options, unit, grid, x, w, groups(run_rows(options, unit)), key)
+    else:
+        y = _matmul(options, grid, x, w, groups(unit), key)
     return y
 
 
-def check_on_mesh(policy: Policy, implementation: Implementation | None) -> None:
+def _choice(implementation: Implementation | None) -> tuple[bool, Implementation | None]:
+    """Returns whether kernels multiply, and the implementation of a policy's GEMMs."""
+    by_kernels = implementation in BY_KERNELS or (implementation is None and _has_kernels())
+    return by_kernels, implementation if by_kernels else implementation or "xla"
+
+
+def check_on_mesh(policy: Policy) -> None:
     """Raises the errors of `ragged_dot_on_mesh` that `ragged_dot` does not raise."""
-    if implementation not in (None, "reference", "xla"):
-        raise NotImplementedError(
-            f"experts on several devices run by implementation 'reference' or 'xla', not {implementation!r}; "
-            "use None"
-        )
     draws_scales = any(o.eden for o in (policy.wgrad.lhs, policy.wgrad.rhs))
     if policy.wgrad.needs_key and (row_unit(policy) % PER_COUNTER or draws_scales):
         raise NotImplementedError(

@@ -17,6 +17,7 @@ from models.configs import DecoderConfig, ExpertsConfig
 from models.experts.order import sort_by_expert
 from models.experts.parallel import exchange_on_mesh
 from models.sharding import weight_layout
+from mxjax.runtime.devices import INTERPRETER, use_target
 from training.process.environment import enable_compilation_cache
 from training.sharding import compiler_options, make_mesh, param_shardings, parameter_axes
 
@@ -92,8 +93,8 @@ def products(*policies: str) -> None:
         print(json.dumps({"policy": policy, "errors": errors}))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def experts_product(policy, travels, x, w, dy):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def experts_product(policy, travels, implementation, x, w, dy):
     """Returns the rows of experts, the products of tokens with two of them each, and their gradients."""
     rng = np.random.default_rng(0)
     skewed = rng.exponential(size=(len(x), 8)) * 2.0 ** -np.arange(8)  # the last has few tokens or none
@@ -102,6 +103,7 @@ def experts_product(policy, travels, x, w, dy):
     def forward(x, w):
         order = exchange_on_mesh(chosen, 8, [policy], travels) or sort_by_expert(chosen, 8)
         options = {"policy": policy, "key": jax.random.key(0), "preferred_element_type": x.dtype}
+        options |= {"implementation": implementation}
         rows = order.spread(x)
         return order.collect(order.product(rows, w, **options), 2), rows
 
@@ -117,16 +119,50 @@ def experts_operands(dtype):
 
 
 def experts(*cases: str) -> None:
-    """For each POLICY:MESH prints how far experts' products and their gradients are from one device's."""
+    """For each POLICY:MESH prints how far experts' products and their gradients are from one device's.
+
+    With :IMPLEMENTATION they are those of `mxjax.ragged_dot`.
+    """
     for case in cases:
-        policy, text = case.split(":")
+        policy, text, *implementation = case.split(":")
+        choice = (mxjax.get_policy(policy), None, implementation[0] if implementation else None)
         found = []
         for mesh in (make_mesh(text), make_mesh(devices=jax.devices()[:1])):
             with jax.set_mesh(mesh):
                 given = experts_operands(np.float32)
-                found.append(jax.device_get(experts_product(mxjax.get_policy(policy), None, *given))[1:])
+                found.append(jax.device_get(experts_product(*choice, *given))[1:])
         errors = [relative(a, b) for a, b in zip(*found, strict=True)]
         print(json.dumps({"case": case, "errors": errors}))
+
+
+def kernels(*cases: str) -> None:
+    """For each POLICY:MESH:IMPLEMENTATION prints the errors of `experts` by kernels, and which multiplied.
+
+    One device multiplies without kernels. Triton's interpreter runs in `jax.shard_map`, not in a partitioned
+    function, so definitions quantize.
+    """
+    from mxjax.kernels.matmul import grouped
+    from mxjax.products import prepare
+
+    launched: list[str] = []
+    launch, prepare._kernel_takes = grouped._launch, lambda *_: False
+
+    def launch_and_note(kernel, *arguments):
+        launched.append(kernel.__name__)
+        return launch(kernel, *arguments)
+
+    grouped._launch = launch_and_note
+    for case in cases:
+        name, text, implementation = case.split(":")
+        policy, given, found = mxjax.get_policy(name), experts_operands(jnp.bfloat16), []
+        devices = int(np.prod([int(axis.partition("=")[2]) for axis in text.split(",")]))
+        for target, count, choice in ((INTERPRETER, devices, implementation or None), (None, 1, "xla")):
+            mesh = make_mesh(text if count > 1 else None, jax.devices()[:count])
+            with use_target(target), jax.set_mesh(mesh):
+                found.append(jax.device_get(experts_product(policy, None, choice, *given))[1:])
+        errors = [relative(*map(np.float64, pair)) for pair in zip(*found, strict=True)]
+        print(json.dumps({"case": case, "errors": errors, "kernels": sorted(launched)}))
+        launched.clear()
 
 
 def traffic(*cases: str) -> None:
@@ -137,7 +173,7 @@ def traffic(*cases: str) -> None:
         policy = mxjax.get_policy(policy)
         with jax.set_mesh(make_mesh(text)):
             given = experts_operands(jnp.bfloat16)
-            whole, packed = (jax.device_get(experts_product(policy, t, *given)) for t in (None, "fp4"))
+            whole, packed = (jax.device_get(experts_product(policy, t, None, *given)) for t in (None, "fp4"))
         quantized = mxjax.dequantize(mxjax.quantize(whole[0], policy.fprop.lhs), jnp.bfloat16)
         same = [bool(np.array_equal(a, b)) for a, b in zip((quantized, *whole[1:]), packed, strict=True)]
         print(json.dumps({"case": case, "same": same, "whole": bool(np.array_equal(whole[0], packed[0]))}))
@@ -145,5 +181,5 @@ def traffic(*cases: str) -> None:
 
 if __name__ == "__main__":
     enable_compilation_cache()
-    programs = {"losses": losses, "products": products, "experts": experts, "traffic": traffic}
+    programs = {f.__name__: f for f in (losses, products, experts, kernels, traffic)}
     programs[sys.argv[1]](*sys.argv[2:])

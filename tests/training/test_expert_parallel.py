@@ -134,6 +134,30 @@ def test_products_of_experts_have_the_bits_of_one_device():
         assert max(record["errors"]) < 3e-7, record
 
 
+@pytest.mark.slow
+def test_products_of_experts_by_carriers_have_the_bits_of_one_device():
+    """Also of one scale for all tokens, and of random bits, which count rows as in one device's runs."""
+    meshes = "expert=2,data=2,fsdp=2", "expert=4,tensor=2"
+    policies = ("wgrad_hadamard", 0), ("fp8", 1), ("full_sr", 0)
+    for record in program("experts", *(f"{policy}:{meshes[i]}:fp8_carriers" for policy, i in policies)):
+        assert max(record["errors"]) < 3e-7, record
+
+
+@pytest.mark.slow
+def test_each_device_multiplies_its_experts_by_grouped_kernels():
+    """By Triton's interpreter in three products; kernels are the default where they run."""
+    cases = {
+        "bf16:expert=2:": ("value_rows_kernel", "value_sums_kernel"),
+        "fp8:expert=2:triton": ("value_rows_kernel", "value_sums_kernel"),
+        "full_hadamard:expert=2,data=2:triton": ("grouped_rows_kernel", "grouped_sums_kernel"),
+        "tetrajet_v2:expert=2,data=2:": None,  # whose scales along runs no kernel multiplies
+    }
+    for record in program("kernels", *cases, TRITON_INTERPRET="1"):
+        names = cases[record["case"]]
+        assert record["kernels"] == ([names[0], *names] if names else []), record
+        assert max(record["errors"]) < 3e-7, record
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("bit", "moved", "gradients"), [(-21, 0, (0, 1e-5)), (-15, 100, (1e-2, 1))])
 def test_gradients_jump_where_a_last_bit_rounds_an_element_elsewhere(bit, moved, gradients):
@@ -240,8 +264,9 @@ def test_what_cannot_be_shared_is_refused():
     tiny, moe = get_config("tiny"), get_config("moe-tiny")
     with pytest.raises(ValueError, match="expert=2 shards experts and the model has none"):
         check_policies(tiny, layer_policies(tiny, "wgrad"), None, 2)
-    with pytest.raises(ValueError, match="experts on several devices run by implementation"):
-        check_policies(moe, layer_policies(moe, "wgrad"), "fp8_carriers", 2)
+    with pytest.raises(ValueError, match="ragged_dot runs by implementation"):
+        check_policies(moe, layer_policies(moe, "wgrad"), "scaled_dot", 2)
+    check_policies(moe, layer_policies(moe, "wgrad"), "fp8_carriers", 2)
     sizes = parse_mesh("expert=3", 3)
     with pytest.raises(ValueError, match=r"expert=3 cannot split blocks.mlp.\w+'s axis 'experts' of 8"):
         check_shards(sizes, moe, layer_policies(moe, "bf16"))

@@ -188,7 +188,7 @@ def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
     uses = [OperandUse(-1, form="packed"), OperandUse(-2, rotation=rotation, form="packed")]
     r = runs(128)
     at = grouped.Places(r.experts, r.starts, r.ends, r.run, r.rows)
-    assert takes_filled(x, uses, at)
+    assert takes_filled(x, uses, at.run, at.experts.size * at.run)
     wanted = [pack_by_definition(r.filled(x), use) for use in uses]
     assert_same(jax.tree.leaves(quantize_filled(x, uses, at)), jax.tree.leaves(wanted))
 
