@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -69,11 +70,13 @@ def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     return jax.checkpoint(function, policy=kept, prevent_cse=False)
 
 
-def recomputed[T](function: Callable[[T], jax.Array]) -> Callable[[T], jax.Array]:
-    """Returns an elementwise function of a product's result whose gradient recomputes all from that result.
+def recomputed(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Returns an elementwise function of gate and up, the halves of a product's columns, whose gradient
+    recomputes all from that product.
 
-    A barrier hides the result alone: without one, XLA would find the recomputation's common subexpressions
-    and keep them in float32, and `jax.checkpoint`'s would keep the incoming gradient from being fused.
+    Choices that XLA cannot foresee hide the product. Otherwise it would find the recomputation's common
+    subexpressions, also those of the two halves, and keep them in float32. A barrier before the product or
+    the incoming gradient would keep their own last passes from being fused.
     """
 
     @jax.custom_vjp
@@ -81,7 +84,10 @@ def recomputed[T](function: Callable[[T], jax.Array]) -> Callable[[T], jax.Array
         return function(x)
 
     def backward(x, dy):
-        return jax.vjp(function, lax.optimization_barrier(x))[1](dy)
+        never = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
+        gate, up = (jax.vjp(function, jnp.where(never, i, x))[1](dy)[0] for i in range(2))
+        half = x.shape[-1] // 2
+        return (jnp.concatenate([gate[..., :half], up[..., half:]], axis=-1),)
 
     call.defvjp(lambda x: (function(x), x), backward)
     return call
