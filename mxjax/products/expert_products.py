@@ -7,7 +7,7 @@ On a mesh each device puts its rows in runs and multiplies them; in between, all
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from mxjax.numerics.array import MXArray
 from mxjax.numerics.blocks import pad
+from mxjax.operands.carriers import Carrier
 from mxjax.operands.kernel_operand import KernelOperand, decode, values_of_runs
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import PolicyUses, uses_of_policy
@@ -35,6 +36,12 @@ RUN, RUN_FP4 = 128, 256
 """Rows of a run: whole tiles of the kernels in FP8, and of those in FP4."""
 ALIGNED = 16
 """Divides the contracted axis of the kernels' operands in FP8 and bfloat16."""
+EXPERT_CARRIERS: Mapping[str, tuple[Carrier, Carrier]] = {**CARRIERS, "wgrad": ("e5m2", "e5m2")}
+"""The FP8 carriers of lhs and rhs. The Wgrad's are both E5M2, which cuBLAS does not multiply.
+
+An expert's last block has few tokens, maybe one. Next to full blocks it is far more often out of E4M3's reach
+than any block of a dense layer.
+"""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -230,7 +237,7 @@ def _by_kernel(
     target, places, k_first = current_target(), _places(runs), False
     match lhs, rhs:
         case KernelOperand(scales=jax.Array()), KernelOperand(scales=jax.Array()):
-            carriers = CARRIERS[name] if getattr(options.gemms, name) == "fp8_carriers" else None
+            carriers = EXPERT_CARRIERS[name] if getattr(options.gemms, name) == "fp8_carriers" else None
             if carriers and (target is None or not target.has_fp8):
                 return None
             y = multiply_packed(lhs.packed, rhs.packed, places, jnp.float32 if factors else dtype, carriers)
