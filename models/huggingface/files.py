@@ -115,6 +115,10 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
             if path.exists():
                 path.rmdir()
             partial.replace(path)
+    except OSError as error:
+        if error.filename is None:  # writes to open files name no path
+            error.filename = str(path)
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -170,7 +170,7 @@ def _other_layer(name: str) -> str:
 
 def names_of(config: DecoderConfig, layers: Iterable[str]) -> list[str]:
     """Returns Hugging Face's names of the matrices in our layers, without `.weight`."""
-    found, matrices = [], functools.cache(lambda block: _MATRICES | _matrices(block))
+    found, matrices = [], functools.cache(lambda block: {**_MATRICES, **_matrices(block)})
     for name in layers:
         _, _, rest = name.partition("blocks.")
         block, _, layer = rest.partition(".")

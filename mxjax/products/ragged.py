@@ -195,8 +195,8 @@ def _check_policy(policy: Policy) -> None:
     """Raises NotImplementedError if a product of the policy is more than that of its two operands."""
     if policy.delayed:
         raise NotImplementedError(
-            f"ragged_dot takes no scales of earlier steps, from which the policy scales {', '.join(policy.delayed)}; "
-            "use a policy with current scales, such as 'fp8'"
+            f"ragged_dot takes no scales of earlier steps, as {', '.join(policy.delayed)} would have; "
+            "use current scales, as 'fp8' does"
         )
     operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
     whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)

@@ -41,7 +41,8 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
         if error.errno == errno.EFBIG:
             return f"writing to {where}: {cause}. {LIMIT}"
         free = free_space(where)
-        return f"writing to {where}, where {free} are free: {cause}. Make room and continue with --resume"
+        again = "Make room and run it again, train.py with --resume"
+        return f"writing to {where}, where {free} are free: {cause}. {again}"
     return f"{path}: {cause}" if path else cause
 
 

@@ -225,8 +225,9 @@ class Checkpoints:
         """Raises ValueError if a checkpoint's files are damaged; the message lists the other steps."""
         folder = self._folder / str(step)
         if problems := find_problems(folder):
-            others = sorted({*self._manager.all_steps()} - {step}) or "none"
-            raise ValueError(f"{describe_damage(folder, problems)}; others are {others}")
+            others = sorted({*self._manager.all_steps()} - {step})
+            rest = f"others are {others}" if others else "there is no other checkpoint"
+            raise ValueError(f"{describe_damage(folder, problems)}; {rest}")
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

@@ -173,8 +173,8 @@ def test_forward_mode_raises(forward):
 @pytest.mark.parametrize("axes", [(0, None, 0), (None, 2, None), (None, None, 0)])
 def test_vmap_maps_what_it_is_told(axes):
     """Each example has the bits of a call of its own, and shared weights the sum of their gradients."""
-    given = (X, W, jnp.array(SIZES))
-    given = [a if axis is None else jnp.stack([a, jnp.flip(a, 0)], axis) for a, axis in zip(given, axes)]
+    pairs = zip((X, W, jnp.array(SIZES)), axes, strict=True)
+    given = [a if axis is None else jnp.stack([a, jnp.flip(a, 0)], axis) for a, axis in pairs]
 
     def squares(x, w, sizes):
         return jnp.sum(mxjax.ragged_dot(x, w, sizes, policy="wgrad_hadamard") ** 2)
@@ -182,8 +182,11 @@ def test_vmap_maps_what_it_is_told(axes):
     def of_all(x, w):
         return jnp.sum(jax.vmap(squares, axes)(x, w, given[2]))
 
-    each = [[a if axis is None else jnp.take(a, i, axis) for a, axis in zip(given, axes)] for i in (0, 1)]
-    alone = [jax.grad(squares, (0, 1))(*arguments) for arguments in each]
+    def example(i):
+        pairs = zip(given, axes, strict=True)
+        return [a if axis is None else jnp.take(a, i, axis) for a, axis in pairs]
+
+    alone = [jax.grad(squares, (0, 1))(*example(i)) for i in (0, 1)]
     for i, found in enumerate(jax.grad(of_all, (0, 1))(*given[:2])):
         dx = [gradients[i] for gradients in alone]
         assert_same(found, sum(dx) if axes[i] is None else jnp.stack(dx, axes[i]))
@@ -224,7 +227,7 @@ def test_random_bits_are_replayed_under_remat_and_scan():
         ),
         ({"group_sizes": np.array([100, 100, 56, 0], np.uint8)}, ValueError, "256 in all"),
         ({"group_sizes": np.array([50, 60, -10, 0])}, ValueError, "needs group_sizes of 0 or more"),
-        ({"policy": "fp8_delayed"}, NotImplementedError, "use a policy with current scales, such as 'fp8'"),
+        ({"policy": "fp8_delayed"}, NotImplementedError, "use current scales, as 'fp8' does"),
     ],
 )
 def test_bad_arguments_raise(change, error, message):
