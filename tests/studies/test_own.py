@@ -133,12 +133,6 @@ def test_a_study_without_data_leaves_no_folder(write, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 2**40])
-def test_workers_are_bounded(write, tmp_path, workers):
-    with pytest.raises(SystemExit, match="--workers must be at least 1 and at most 1,024, got"):
-        program.run(str(write()), out=tmp_path / "runs", workers=workers)
-
-
 @pytest.mark.parametrize("text", ["15-8", "-3", "a", "1-", "0", "8 - 9", "999999999", "0-99999"])
 def test_other_seeds_are_refused(text):
     with pytest.raises(ValueError, match="--seeds takes their number, as 8, or the first and the last"):
