@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import os
-import pathlib
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -32,7 +30,6 @@ from training.run.setup import check_rate
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
 
-ROOT = pathlib.Path(__file__).parents[3]
 FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]
 
 
@@ -172,29 +169,6 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
         with pytest.raises(SystemExit, match=message):
             run(text, tmp_path / "run", *flags)
         assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_commands_run(checkpoint, tmp_path):
-    def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "training.huggingface", *map(str, arguments)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-
-    assert "100,160 parameters" in command("import", checkpoint, tmp_path / "run").stdout
-    done = command("export", tmp_path / "run", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert tensors(tmp_path / "out") == tensors(checkpoint)
-    failed = command("import", checkpoint, tmp_path / "run")
-    assert failed.returncode == 1
-    assert "error:" in failed.stderr
-    assert "is not an empty folder" in failed.stderr
-    assert "Traceback" not in failed.stderr
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])

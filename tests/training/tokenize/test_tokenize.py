@@ -175,7 +175,6 @@ def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
         ),
         ({"tokenizer": "t.json", "append_eod": True}, "the tokenizer has none of <|endoftext|>"),
         ({"train_tokenizer": True, "append_eod": True, "eod": "a"}, "leave --eod out"),
-        ({"tokenizer": "t.json", "workers": 0}, "--workers must be at least 1"),
         ({"train_tokenizer": True, "vocab_size": 256}, "at least 257 tokens"),
         ({"tokenizer": "t.json", "field": "body"}, "no file holds a document"),
     ],
