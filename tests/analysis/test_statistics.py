@@ -7,13 +7,7 @@ import pytest
 from scipy import stats
 
 from analysis import statistics as token_ratios
-from analysis.statistics import (
-    detectable,
-    has_diverged,
-    holm,
-    jackknife,
-    t_interval,
-)
+from analysis.statistics import detectable, has_diverged, holm, jackknife, t_interval
 from tests.support.study_runs import power_law
 
 

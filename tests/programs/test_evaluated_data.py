@@ -29,9 +29,8 @@ def test_changed_data_is_told_by_an_evaluation_and_refused_by_a_resumed_run(tmp_
     assert json.loads(said.out)["step"] == 3
     evaluation_program.main([str(out), "--json", "--eval-data", str(data)])
     assert capsys.readouterr().err == ""
-    with pytest.raises(
-        SystemExit, match=r"the data is .* tokens, crc32 \w+, but the run began with .*; put that"
-    ):
+    said = r"the data is .* tokens, crc32 \w+, but the run began with .*; put that"
+    with pytest.raises(SystemExit, match=said):
         resume(out)
 
 

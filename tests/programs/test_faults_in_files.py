@@ -158,9 +158,8 @@ def test_a_state_that_holds_nan_is_neither_exported_nor_continued(run, text, tmp
     shutil.rmtree(run / "checkpoints")
     params["embedding"] = params["embedding"].at[5, 7].set(np.nan)
     save_params(run / "checkpoints", params)
-    with pytest.raises(
-        ValueError, match=r"1 tensors of .*run hold NaN or infinity, model.embed_tokens.weight"
-    ):
+    said = r"1 tensors of .*run hold NaN or infinity, model.embed_tokens.weight"
+    with pytest.raises(ValueError, match=said):
         export_checkpoint(run, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
     export_checkpoint(run, tmp_path / "exported", allow_nonfinite=True)

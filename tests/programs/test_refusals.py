@@ -102,10 +102,7 @@ def test_a_model_or_batch_that_no_device_holds_is_refused(text, tmp_path, shape,
             "--eval-sequences None; see",
         ),
         ("--restart-positions --document-mask off", "within documents: leave out --document-mask off; see"),
-        (
-            "--data ~nobody_such/x",
-            "~nobody_such/x: there is no such user; write ./~nobody_such/x",
-        ),
+        ("--data ~nobody_such/x", "~nobody_such/x: there is no such user; write ./~nobody_such/x"),
         ("--stats-every 301", "--stats-every 301 measures nothing in --steps 300; lower it; see"),
         ("--target-loss -1", "--target-loss must be a positive float32, got -1.0; see"),
         ("--z-loss 1e-320", "--z-loss must be 0, or a positive float32 up to 1, got 1e-320; see"),
@@ -157,11 +154,7 @@ def test_no_list_is_taken_by_its_last_part_alone(config, flag):
         (evaluation_program.main, "runs/any --polcy bf16", "--policy"),
         (evaluation_program.main, "runs/any --fp8", "--policy fp8"),
         (evaluation_program.main, "diagnose runs/any --output-dir x", "--out"),
-        (
-            tokenization.main,
-            "--input a --output-prefix b",
-            "--output",
-        ),  # the error is that --output is missing
+        (tokenization.main, "--input a --output-prefix b", "--output"),  # which is missing
         (tokenization.main, "--input a --output b --json-keys c", "--field"),
         (huggingface.main, "export a b --format mxfp4", "--quantize mxfp4"),
     ],

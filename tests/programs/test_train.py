@@ -257,9 +257,8 @@ def test_measuring_layers_and_tracing_are_not_in_a_step_s_time(text, tmp_path, m
 def test_an_evaluation_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch):
     found = {"eval_loss": float("nan"), "eval_perplexity": float("nan"), "eval_tokens": 1}
     monkeypatch.setattr(loop, "evaluate", lambda *_: found)
-    with pytest.raises(
-        NonFiniteError, match=r"eval loss nan at step 3, policy bf16\. The state that was eval.* in"
-    ) as caught:
+    said = r"eval loss nan at step 3, policy bf16\. The state that was eval.* in"
+    with pytest.raises(NonFiniteError, match=said) as caught:
         run(text, tmp_path / "run", "--policy", "bf16", "--eval-every", "3")
     assert "batch" not in str(caught.value)
     assert "skip" not in str(caught.value)  # which leaves out steps, not evaluations

@@ -45,12 +45,9 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
     arrived = np.full((shape.devices, shape.capacity), -1)
     for source in range(shape.devices):
         mine = np.repeat(np.arange(EXPERTS), counts[source])
-        names = (
-            1000 * mine
-            + np.concatenate(  # of a row: its expert, and its place among those of all tokens
-                [counts[:source, e].sum() + np.arange(counts[source, e]) for e in range(EXPERTS)]
-            )
-        )
+        before = counts[:source].sum(axis=0)
+        places = [before[e] + np.arange(counts[source, e]) for e in range(EXPERTS)]
+        names = 1000 * mine + np.concatenate(places)  # the expert of a row, and its place among all tokens
         for to, run in np.ndindex(shape.devices, n):
             size, sent, placed = (a[source, to, run] for a in runs)
             assert np.all(arrived[to, placed : placed + size] == -1)

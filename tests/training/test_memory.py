@@ -35,21 +35,12 @@ SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
 MIXED = dataclasses.replace(SMALL, experts=ExpertsConfig(2, 2), d_ff=96, dense_d_ff=(192, 0, 192, 0))
 
 
-def compare(
-    config,
-    batch_size,
-    seq_len,
-    accumulate,
-    policy,
-    implementation,
-    remat,
-    optimizer_config=OptimizerConfig(),  # noqa: B008
-    rank=None,
-):
+def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat, settings=None, rank=None):
     """Returns the estimate and what the compiled step takes, in bytes; with a rank, of adapters."""
+    settings = settings or OptimizerConfig()
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
-    optimizer = optimizer_of(optimizer_config, config, None, policies)
-    dtype = jnp.dtype(optimizer_config.master)
+    optimizer = optimizer_of(settings, config, None, policies)
+    dtype = jnp.dtype(settings.master)
 
     def first():
         params, frozen = decoder.init(config, jax.random.key(0)), None
@@ -71,7 +62,7 @@ def compare(
         batch_size=batch_size,
         seq_len=seq_len,
         accumulate=accumulate,
-        update=working_bytes(state.params) if optimizer_config.optimizer == "muon" else 0,
+        update=working_bytes(state.params) if settings.optimizer == "muon" else 0,
         **options,
     )
 
@@ -88,16 +79,16 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("config", "batch_size", "seq_len", "accumulate", "policy", "implementation", "remat"),
+    "case",
     [
         (SMALL, 8, 64, 1, "bf16", "xla", "none"),
-        pytest.param(SMALL, 8, 64, 1, "bf16", "xla", "dots", marks=pytest.mark.slow),
-        pytest.param(MIXED, 8, 64, 1, "bf16", "xla", "none", marks=pytest.mark.slow),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
-        pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(case, marks=pytest.mark.slow)
             for case in (
+                (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
+                (MIXED, 8, 64, 1, "bf16", "xla", "none"),
+                (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4"),
                 (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
                 (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
                 (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
@@ -106,10 +97,9 @@ def compare(
         ),
     ],
 )
-def test_the_estimate_is_near_what_is_allocated(
-    config, batch_size, seq_len, accumulate, policy, implementation, remat
-):
-    estimate, allocated = compare(config, batch_size, seq_len, accumulate, policy, implementation, remat)
+def test_the_estimate_is_near_what_is_allocated(case):
+    """Of a model, a batch, a length, parts, a policy, an implementation and what is rematerialized."""
+    config, (estimate, allocated) = case[0], compare(*case)
     assert estimate.parameters == 4 * config.n_params
     assert estimate.optimizer == pytest.approx(8 * config.n_params, rel=0.01)
     assert 0.7 < allocated / estimate.total < 1.4

@@ -121,9 +121,8 @@ def test_every_device_gets_as_many_sequences():
     sizes = parse_mesh("data=2,fsdp=2,tensor=2", 8)
     check_batch(sizes, 8, 2)
     for batch_size, accumulate in ((6, 1), (4, 2)):
-        with pytest.raises(
-            ValueError, match=f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
-        ):
+        said = f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
+        with pytest.raises(ValueError, match=said):
             check_batch(sizes, batch_size, accumulate)
 
 
@@ -163,9 +162,8 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(
-            ValueError, match=f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"
-        ):
+        said = f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"
+        with pytest.raises(ValueError, match=said):
             wait_for_coordinator(address, seconds=0.0)
         probe.listen()
         wait_for_coordinator(address)

@@ -10,6 +10,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from support import runs
 from support.runs import LAYERS, untimed, weights
 
 import eval as evaluation_program
@@ -25,14 +26,11 @@ from training.flags import policy_source
 from training.log.mlperf import TOKEN
 from training.phases import parse_schedule, phase_at, phases_of
 
-SMALL = ["--batch-size", "2", "--seq-len", "32", "--eval-batches", "1", "--warmup-steps", "1", "--steps", "6"]
 SWITCHING = "wgrad_sr; fp8 from 4"
 
 
 def run(text, out, policy, *flags):
-    flags = ["--policy", policy, "--layers", *LAYERS, "--eval-every", "2", *flags]
-    flags = [*SMALL, "--data", str(text), "--out", str(out), *flags]
-    return training_program.train(parse(flags))
+    runs.run(text, out, "--policy", policy, "--layers", *LAYERS, "--eval-every", "2", *flags)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import absl.flags
 import grain
 import numpy as np
 import pytest
-from support.runs import untimed
+from support.runs import SMALL, untimed
 
 import eval as evaluation_program
 import train as training_program
@@ -246,9 +246,8 @@ def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
     assert not is_indexed([])
     with pytest.raises(ValueError, match="is tokenized and --data is text"):
         load_data(config(str(tmp_path / "text.txt"), eval_data=(prefix,)), 257)
-    with pytest.raises(
-        ValueError, match=r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
-    ):
+    said = r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
+    with pytest.raises(ValueError, match=said):
         load_data(config(prefix, eval_data=(str(tmp_path / "text.txt"),)), 257)
     with pytest.raises(ValueError, match=r"no such file, folder, or dataset /missing.idx"):
         load_data(config("/missing"), 257)
@@ -265,10 +264,6 @@ def test_a_blend_by_size_is_one_epoch(prefix):
     settings = config(prefix, prefix, eval_data=(prefix,))
     with pytest.raises(ValueError, match=r"one epoch of the datasets has .* to read more, give weights"):
         load_data(settings, 257).batches(settings, 0, 10_000)
-
-
-# As in test_train, so that what is compiled there serves here.
-SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
 
 
 def run(out, *flags):

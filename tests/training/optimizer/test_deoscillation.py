@@ -130,12 +130,7 @@ def test_a_recipe_stands_for_its_flags():
 
 
 @pytest.mark.parametrize(
-    ("setting", "first"),
-    [
-        ("3:200:1500", 1700),
-        ("8:200:15001:50", 15052),
-        ("8:50:100:50", 150),
-    ],
+    ("setting", "first"), [("3:200:1500", 1700), ("8:200:15001:50", 15052), ("8:50:100:50", 150)]
 )
 def test_snaps_that_begin_after_the_last_step_are_named(setting, first):
     precision = PrecisionConfig(deoscillate=setting)
@@ -159,8 +154,7 @@ PAST_THEIR_TYPES = ["3:99999999999999:1", "3:1:2147483647", f"{10**39}:1:1", f"3
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:", *PAST_THEIR_TYPES],
+    "text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:", *PAST_THEIR_TYPES]
 )
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):

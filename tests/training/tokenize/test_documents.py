@@ -254,9 +254,8 @@ def test_a_folder_of_a_dataset_of_hugging_face(tmp_path):
         find_files([str(tmp_path)])
     assert find_files([str(tmp_path)], recursive=True) == [str(tmp_path / name)]
     (tmp_path / "data" / "test-00000-of-00001.parquet").write_text("x")
-    with pytest.raises(
-        ValueError, match=r"splits test, train of .* such as '(.*/data/train-\*-of-\*.par.*)'"
-    ) as e:
+    said = r"splits test, train of .* such as '(.*/data/train-\*-of-\*.par.*)'"
+    with pytest.raises(ValueError, match=said) as e:
         find_files([str(tmp_path)], recursive=True)
     pattern = str(e.value).split("'")[1]
     assert find_files([pattern]) == [str(tmp_path / name)]

@@ -19,9 +19,8 @@ def test_the_same_command_again_does_nothing(here, corpus, tokenizer, tmp_path, 
     record = tokenize(config(corpus[0], tmp_path / "d", tokenizer))
     monkeypatch.setattr(workers, "make", None)
     assert tokenize(config(corpus[0], tmp_path / "d", tokenizer)) == json.loads(json.dumps(record))
-    with pytest.raises(
-        ValueError, match=r"d\.bin, .*d\.idx, .*d\.json, .*d\.tokenizer\.json exist already; remove"
-    ):
+    said = r"d\.bin, .*d\.idx, .*d\.json, .*d\.tokenizer\.json exist already; remove"
+    with pytest.raises(ValueError, match=said):
         tokenize(config(corpus[0], tmp_path / "d", tokenizer, append_eod=True))
 
 
