@@ -146,4 +146,8 @@ def traffic(*cases: str) -> None:
 if __name__ == "__main__":
     enable_compilation_cache()
     programs = {"losses": losses, "products": products, "experts": experts, "traffic": traffic}
-    programs[sys.argv[1]](*sys.argv[2:])
+    for word in sys.argv[1:]:  # the name of a program, before the cases of each
+        if word in programs:
+            program = programs[word]
+        else:
+            program(word)
