@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 import eval as evaluation_program
-from analysis.compare.compare import CompareConfig, compare, first_at, table
+from analysis.compare.compare import CompareConfig, compare
 from analysis.compare.runs import group_by_configuration, read_runs
 from analysis.runs import short_names
 from mxjax import get_policy
@@ -19,6 +19,8 @@ from training import mlperf
 from training.command_line import parse
 from training.phases import Phase, to_record
 from training.run.record import to_json
+
+FACTS = {"source": "text", "train_tokens": 9, "validation_tokens": 9, "crc32": "0"}
 
 
 def make_run(folder, losses, flags=(), train=None):
@@ -32,6 +34,17 @@ def make_run(folder, losses, flags=(), train=None):
     return folder
 
 
+def change(folder, **values):
+    """Changes parts of a run's description."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def phases_by(name):
+    """Returns the record of a file's policy, which is this one by name."""
+    return to_record([Phase(1, "own.json", LayerPolicies(("head",), (get_policy(name),)))])
+
+
 def make_seeds(tmp_path, policy, finals):
     flags = ["--policy", policy, "--steps", "20", "--warmup-steps", "1"]
     train = {step: 5.0 - step / 10 for step in range(1, 21)}
@@ -41,19 +54,6 @@ def make_seeds(tmp_path, policy, finals):
     ]
 
 
-def test_the_table_has_a_row_for_every_point():
-    assert table({"a": {32: 5.0, 1024: 4.0}, "run b": {32: 5.25}}, "tokens").splitlines() == [
-        "tokens       a   run b",
-        "    32  5.0000  5.2500",
-        " 1,024  4.0000",
-    ]
-
-
-def test_the_first_point_at_the_target_counts():
-    assert first_at({96: 3.3, 32: 4.0, 64: 3.2}, 3.3) == 64
-    assert first_at({32: 4.0}, 3.3) is None
-
-
 def test_names_are_the_last_parts_that_differ(tmp_path):
     assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
@@ -61,21 +61,15 @@ def test_names_are_the_last_parts_that_differ(tmp_path):
         short_names([tmp_path, tmp_path])
 
 
-def test_a_file_that_changed_between_runs_makes_two_groups(tmp_path):
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(phases_by("wgrad"), phases_by("fp8")), ({"model": {"d_model": 64}}, {"model": {"d_model": 128}})],
+    ids=["policy", "model"],
+)
+def test_a_file_that_changed_between_runs_makes_two_groups(tmp_path, one, other):
     folders = make_seeds(tmp_path, "own.json", [3.0, 3.0, 3.0])
-    for folder, name in zip(folders, ("wgrad", "wgrad", "fp8"), strict=True):
-        phase = Phase(1, "own.json", LayerPolicies(("head",), (get_policy(name),)))
-        values = json.loads((folder / "config.json").read_text()) | to_record([phase])
-        (folder / "config.json").write_text(json.dumps(values))
-    groups = group_by_configuration(read_runs(folders, sequences=False))
-    assert [len(group.runs) for group in groups] == [2, 1]
-
-
-def test_a_model_s_file_that_changed_between_runs_makes_two_groups(tmp_path):
-    folders = make_seeds(tmp_path, "fp8", [3.0, 3.0, 3.0])
-    for folder, width in zip(folders, (64, 64, 128), strict=True):
-        values = json.loads((folder / "config.json").read_text()) | {"model": {"d_model": width}}
-        (folder / "config.json").write_text(json.dumps(values))
+    for folder, record in zip(folders, (one, one, other), strict=True):
+        change(folder, **record)
     groups = group_by_configuration(read_runs(folders, sequences=False))
     assert [len(group.runs) for group in groups] == [2, 1]
 
@@ -86,10 +80,8 @@ def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups
     for seed, (place, crc32) in enumerate([("one", "a"), ("other", checksum)]):
         flags = ["--seed", str(seed), "--data", f"/{place}/train", "--eval-data", f"/{place}/validation"]
         folders.append(make_run(tmp_path / place, {1: 3.0}, flags))
-        path = folders[-1] / "config.json"
-        facts = {"source": place, "train_tokens": 9, "validation_tokens": 9, "crc32": crc32}
-        record = {"model": {}, "policies": {}, "phases": [], "data": facts}
-        path.write_text(json.dumps(json.loads(path.read_text()) | record))
+        facts = FACTS | {"source": place, "crc32": crc32}
+        change(folders[-1], model={}, policies={}, phases=[], data=facts)
     found = group_by_configuration(runs := read_runs(folders, sequences=False))
     assert len(found) == groups
     assert runs[0].held_out == runs[1].held_out
@@ -106,10 +98,8 @@ def test_seeds_are_one_group_wherever_their_data_lies(tmp_path, checksum, groups
 def test_seeds_are_one_group_if_they_train_alike(tmp_path, flags, record, groups):
     one = make_run(tmp_path / "one", {1: 3.0})
     other = make_run(tmp_path / "other", {1: 3.0}, ["--seed", "1", *flags])
-    path = other / "config.json"
-    values = json.loads(path.read_text())
-    values["config"] |= {name: record[name] for name in record if name in values["config"]}
-    path.write_text(json.dumps(record | values))
+    config = json.loads((other / "config.json").read_text())["config"]
+    change(other, **record, config=config | {name: record[name] for name in record if name in config})
     assert len(group_by_configuration(read_runs([one, other], sequences=False))) == groups
 
 
@@ -143,9 +133,7 @@ def test_groups_have_names_of_their_own(tmp_path):
     """Two policies without a name, and the same policies but for de-oscillation."""
     folders = make_seeds(tmp_path, "own.json", [3.0, 3.0, 2.0, 2.0])
     for folder, name in zip(folders, ("wgrad", "wgrad", "fp8", "fp8"), strict=True):
-        phase = Phase(1, "own.json", LayerPolicies(("head",), (get_policy(name),)))
-        values = json.loads((folder / "config.json").read_text()) | to_record([phase])
-        (folder / "config.json").write_text(json.dumps(values))
+        change(folder, **phases_by(name))
     first, second = group_by_configuration(read_runs(folders, sequences=False))
     assert (first.name, second.name) == ("own.json (own.json-0)", "own.json (own.json-2)")
     snapped = [
@@ -193,9 +181,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     ]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
-    facts = {"source": "text", "crc32": "0", "train_tokens": 9, "validation_tokens": 9}
-    values = json.loads((folders[1] / "config.json").read_text()) | {"data": facts}
-    (folders[1] / "config.json").write_text(json.dumps(values))
+    change(folders[1], data=FACTS)
     compare(CompareConfig(tuple(folders)))
     assert capsys.readouterr().out.startswith("warning: the runs are evaluated on different tokens")
     found = compare(CompareConfig(tuple(folders), json=True))
@@ -205,7 +191,7 @@ def test_what_differs_is_said(tmp_path, capsys):
     for folder, crc in zip(folders, "01", strict=True):
         values = json.loads((folder / "config.json").read_text())
         values["config"]["data"]["eval_data"] = ["held"]
-        values["data"] = facts | {"crc32": crc, "train_tokens": int(crc)}
+        values["data"] = FACTS | {"crc32": crc, "train_tokens": int(crc)}
         (folder / "config.json").write_text(json.dumps(values))
     compare(CompareConfig(tuple(folders)))
     assert "different tokens" not in capsys.readouterr().out

@@ -272,6 +272,7 @@ def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch)
     printed = captured.out
     assert captured.err.endswith("measuring: Wgrad in 2 variants\n")
     found = json.loads((out / "diagnosis.json").read_text())
+    monkeypatch.setattr(program, "diagnose", lambda *_, **__: found)  # so that all is measured once
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "--json"])
     runpy.run_path(evaluation_program.__file__, run_name="__main__")
     assert json.loads(capsys.readouterr().out) == totals(found)

@@ -1,15 +1,21 @@
-"""The mask of documents of an evaluation."""
+"""What eval.py evaluates: the mask of documents, and what a record says of flags that change a policy."""
 
+import functools
 import json
+import pathlib
 
 import jax
 import numpy as np
-from support.llamas import SMALL, rewrite_params
+import pytest
+from support.llamas import SMALL, imported
 
 import eval as evaluation_program
 from analysis.evaluate import EvalConfig
+from analysis.restore import Restored, RunArguments, describe, in_words, left_out
 from models import decoder
-from training.huggingface.importing import import_checkpoint
+from models.configs import get_config
+from training.command_line import parse
+from training.phases import phases_of
 
 
 def test_an_imported_checkpoint_is_evaluated_with_the_mask_of_a_run_if_asked(tmp_path):
@@ -17,9 +23,7 @@ def test_an_imported_checkpoint_is_evaluated_with_the_mask_of_a_run_if_asked(tmp
     params = jax.tree.map(np.asarray, decoder.init(SMALL, jax.random.key(0)))
     out = params["blocks"]["attention"]["out"]
     params["blocks"]["attention"]["out"] = 50 * out  # attention matters
-    (tmp_path / "seed").mkdir()
-    rewrite_params(tmp_path / "seed", SMALL, params)
-    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    imported(tmp_path, SMALL, params)
     (tmp_path / "text").mkdir()
     for i in range(40):
         (tmp_path / "text" / f"{i}.txt").write_text(f"line {i}: the square is {i * i}\n")
@@ -37,3 +41,53 @@ def test_an_imported_checkpoint_is_evaluated_with_the_mask_of_a_run_if_asked(tmp
     assert (loss(None), loss("off")) == (on, off)
     assert without == off
     assert abs(on - off) > 1e-3
+
+
+RUN = pathlib.Path("/runs/a")
+CHANGE = "wgrad.*.rounding=stochastic"
+OWN = ("--policy", "wgrad", "--set", CHANGE, "--scale-rule", "even", "--layers", "head=fp8")
+OWN_IN_WORDS = f"--set '{CHANGE}', --scale-rule even, --layers head=fp8"
+
+
+def restored(*flags):
+    config, model = parse([*flags]), get_config("tiny")
+    phase, *_ = phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
+    return Restored(config, model, {}, 3, phase, None)
+
+
+def test_a_record_without_another_policy_has_the_changes_of_the_run_and_of_the_arguments():
+    own = describe(RunArguments(RUN), restored(*OWN))
+    assert own == {
+        "run": "/runs/a",
+        "step": 3,
+        "policy": "wgrad",
+        "set": (CHANGE,),
+        "scale_rule": "even",
+        "layers": ("head=fp8",),
+    }
+    assert in_words(own) == "wgrad " + OWN_IN_WORDS.replace(",", "")
+    more = RunArguments(RUN, scale_rule="rceil", layers=("blocks.*.mlp.down=bf16",))
+    found = describe(more, restored(*OWN))
+    assert (found["scale_rule"], found["layers"]) == ("rceil", ("head=fp8", "blocks.*.mlp.down=bf16"))
+    assert describe(RunArguments(RUN), restored()).keys() == {"run", "step", "policy"}
+
+
+def test_a_record_with_another_policy_has_the_changes_of_the_arguments_alone():
+    found = describe(RunArguments(RUN, policy="wgrad", layers=("head=bf16",)), restored(*OWN))
+    assert found.keys() == {"run", "step", "policy", "layers"}
+    assert found["layers"] == ("head=bf16",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ({}, None),
+        ({"policy": "wgrad"}, OWN_IN_WORDS),
+        ({"policy": "wgrad", "scale_rule": "floor", "set": (CHANGE,)}, "--layers head=fp8"),
+        ({"policy": "wgrad", "scale_rule": "floor", "set": (CHANGE,), "layers": ("head=bf16",)}, None),
+    ],
+)
+def test_another_policy_names_the_changes_of_the_run_that_it_does_without(arguments, missing):
+    said = left_out(RunArguments(RUN, **arguments), restored(*OWN).config)
+    assert said == (missing and f"without the run's {missing}; repeat them to keep them")
+    assert left_out(RunArguments(RUN, policy="wgrad"), restored().config) is None

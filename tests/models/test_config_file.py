@@ -116,9 +116,3 @@ def test_a_run_keeps_its_shape_when_the_file_is_gone(tmp_path):
     open_folder(run, out)
     path.unlink()
     assert set_up(parse(["--out", str(out), "--resume"]), out).model == run.model
-
-
-def test_two_models_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--model-config", "a.json", "--model", "60m"])
-    assert "--model and --model-config both name the model" in " ".join(capsys.readouterr().err.split())

@@ -12,7 +12,7 @@ from support.llamas import layer_policies
 import mxjax
 from models import decoder
 from models.configs import DecoderConfig, ExpertsConfig
-from models.experts.layer import auxiliary_loss, check_policies, route, summary
+from models.experts.layer import check_policies, route, summary
 from models.experts.order import permute, sort_by_expert
 from training.config import OptimizerConfig
 from training.optimizer.optimizers import decayed, optimizer_of
@@ -156,11 +156,3 @@ def test_a_policy_that_experts_cannot_run_is_refused():
         check_policies(CONFIG, layer_policies(CONFIG, "quartet"), None)
     with pytest.raises(ValueError, match="not 'scaled_dot'; leave --implementation out"):
         check_policies(CONFIG, layer_policies(CONFIG, "wgrad"), "scaled_dot")
-
-
-def test_auxiliary_losses_are_means_over_blocks():
-    params = decoder.init(CONFIG, jax.random.key(0))
-    value, found = measured(CONFIG, params)
-    expected = 0.01 * np.mean(found.routing.balance) + 1e-3 * np.mean(found.routing.z)
-    np.testing.assert_allclose(auxiliary_loss(CONFIG.experts, found.routing), expected, rtol=1e-6)
-    np.testing.assert_allclose(value, found.cross_entropy + expected, rtol=1e-6)

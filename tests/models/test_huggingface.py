@@ -8,18 +8,18 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, logits_of, params_of, rewrite_params, tensors
+from support.llamas import GOLDEN, NAMES, SMALL, golden_raw, imported, logits_of, params_of, rewrite, tensors
 
 from models import decoder
 from models.configs import DecoderConfig, RopeScaling
-from models.huggingface.files import Reader, Spec, Writer
+from models.huggingface.files import Spec
 from training.huggingface.exporting import export_checkpoint
 from training.huggingface.importing import import_checkpoint
 from training.run.record import model_of, read_run_config
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory):
+def runs(tmp_path_factory):
     """The runs made of the golden checkpoints, by name."""
     folder = tmp_path_factory.mktemp("runs")
     for name in NAMES:
@@ -28,16 +28,16 @@ def imported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_transformers(imported, name):
+def test_logits_equal_transformers(runs, name):
     with np.load(GOLDEN / name / "logits.npz") as golden:
-        ours = logits_of(*params_of(imported[name]), golden["tokens"])
+        ours = logits_of(*params_of(runs[name]), golden["tokens"])
         assert np.max(np.abs(ours - golden["logits"])) < 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_export_gives_back_the_bytes_that_were_imported(imported, tmp_path, name):
+def test_export_gives_back_the_bytes_that_were_imported(runs, tmp_path, name):
     shard = {"llama3.1": 40_000, "llama3.2": 20_000}.get(name, 1e9) / 1e9
-    export_checkpoint(imported[name], tmp_path / "out", shard_gb=shard)
+    export_checkpoint(runs[name], tmp_path / "out", shard_gb=shard)
     assert tensors(tmp_path / "out") == tensors(GOLDEN / name)
     weights = [*(GOLDEN / name).glob("*.safetensors"), *(GOLDEN / name).glob("*.index.json")]
     for file in weights:
@@ -48,8 +48,8 @@ def test_export_gives_back_the_bytes_that_were_imported(imported, tmp_path, name
         )
 
 
-def test_configurations_are_read(imported):
-    found = {name: params_of(run)[0] for name, run in imported.items()}
+def test_configurations_are_read(runs):
+    found = {name: params_of(run)[0] for name, run in runs.items()}
     small = DecoderConfig(64, 32, 2, 4, 4, 8, 64, rope_theta=10_000.0)
     llama31 = RopeScaling(8.0, 1.0, 4.0, 16)
     grouped = dataclasses.replace(small, n_kv_heads=2, rope_theta=500_000.0, norm_eps=1e-6)
@@ -65,15 +65,6 @@ def test_configurations_are_read(imported):
             rope_scaling=dataclasses.replace(llama31, factor=32.0),
         ),
     }
-
-
-def rewrite(folder, change):
-    """Replaces a one-file checkpoint's tensors by change(tensors)."""
-    with Reader(folder) as reader:
-        values = change({name: (spec, reader.read(name)) for name, spec in reader.specs.items()})
-    with Writer(folder, {name: spec for name, (spec, _) in values.items()}, 2**30) as writer:
-        for name, (_, value) in values.items():
-            writer.write(name, value)
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -101,13 +92,11 @@ def test_other_tensors_are_refused(tmp_path, change, message):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["llama3"]  # nothing half-made is left
 
 
-def test_tensors_that_hold_nothing_of_their_own_are_left_out(tmp_path, imported):
+def test_tensors_that_hold_nothing_of_their_own_are_left_out(tmp_path, runs):
     folder = pathlib.Path(shutil.copytree(GOLDEN / "llama2", tmp_path / "llama2"))
     rewrite(folder, lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": FREQUENCIES})
     import_checkpoint(folder, tmp_path / "run")
-    jax.tree.map(
-        np.testing.assert_array_equal, params_of(tmp_path / "run")[1], params_of(imported["llama2"])[1]
-    )
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "run")[1], params_of(runs["llama2"])[1])
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -124,26 +113,26 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path, same):
             import_checkpoint(folder, tmp_path / "run")
 
 
-def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, imported):
+def test_folders_in_use_and_no_checkpoints_are_refused(tmp_path, runs):
     with pytest.raises(ValueError, match="is not an empty folder"):
-        import_checkpoint(GOLDEN / "llama2", imported["llama2"])
+        import_checkpoint(GOLDEN / "llama2", runs["llama2"])
     with pytest.raises(ValueError, match=r"not a Hugging Face checkpoint: it has no file config\.json"):
         import_checkpoint(tmp_path, tmp_path / "run")
     with pytest.raises(ValueError, match="holds no run"):
         export_checkpoint(tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
-        export_checkpoint(imported["llama2"], tmp_path / "out", step=7)
+        export_checkpoint(runs["llama2"], tmp_path / "out", step=7)
     for size in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="--shard-gb must be from 1e-9, a byte, to 1e9, got"):
-            export_checkpoint(imported["llama2"], tmp_path / "out", shard_gb=size)
+            export_checkpoint(runs["llama2"], tmp_path / "out", shard_gb=size)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         import_checkpoint(tmp_path, tmp_path / "run")
 
 
-def test_other_dtypes_are_exported(imported, tmp_path):
+def test_other_dtypes_are_exported(runs, tmp_path):
     for dtype, spelled in (("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")):
-        export_checkpoint(imported["llama3"], tmp_path / dtype, dtype=dtype)
+        export_checkpoint(runs["llama3"], tmp_path / dtype, dtype=dtype)
         found = tensors(tmp_path / dtype)
         assert {spec.dtype for spec, _ in found.values()} == {spelled}
         assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
@@ -151,7 +140,7 @@ def test_other_dtypes_are_exported(imported, tmp_path):
         jax.tree.map(
             np.testing.assert_array_equal,
             params_of(tmp_path / f"{dtype}-run")[1],
-            params_of(imported["llama3"])[1],
+            params_of(runs["llama3"])[1],
         )
 
 
@@ -170,11 +159,7 @@ def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = dataclasses.replace(config, init_std=0.2)  # logits of a size to compare
-    (tmp_path / "seed").mkdir()
-    rewrite_params(
-        tmp_path / "seed", config, jax.tree.map(np.asarray, decoder.init(config, jax.random.key(1)))
-    )
-    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    imported(tmp_path, config, decoder.init(config, jax.random.key(1)))
     shutil.rmtree(tmp_path / "run" / "huggingface")  # as if it had been trained here
     export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=dtype, shard_gb=1e-4)
     load = transformers.LlamaForCausalLM.from_pretrained

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.extend
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import layer_policies
+from support.programs import on_devices
 
 import mxjax
 from models import decoder, loss
@@ -287,10 +289,20 @@ def test_flops_count_matrices_and_causal_attention():
     assert config.flops_per_token(24) == 6 * (matrices + norms) + 6 * 64 * 24
 
 
-def test_bad_configurations_say_why():
-    with pytest.raises(ValueError, match="unknown model 'big'; the models are tiny"):
-        get_config("big")
-    with pytest.raises(ValueError, match="multiple of n_kv_heads"):
-        dataclasses.replace(SMALL, n_kv_heads=3)
-    with pytest.raises(ValueError, match="must be even"):
-        dataclasses.replace(SMALL, head_dim=15)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("fsdp=2", "bf16"), marks=pytest.mark.slow),
+        pytest.param(("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_unrolled_blocks_on_a_mesh_have_the_gradients_of_the_loop(arguments):
+    """The order changes no gradient, and is there: a tie each for `gate_up`, `qkv` above, and the head."""
+    # On some processors XLA fuses products by YNNPACK, in a loop otherwise than unrolled.
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
+    [found] = on_devices(2, "support.unrolled", *arguments, XLA_FLAGS=flags)
+    assert found["loss"] < 1e-6
+    assert max(found["gradients"]) < 1e-5
+    _, ordered, free = found["barriers"]
+    blocks = 3
+    assert ordered - free == blocks + (blocks - 1) + 1

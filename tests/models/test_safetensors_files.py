@@ -96,6 +96,7 @@ def break_index(folder, change):
     (folder / INDEX).write_text(json.dumps(raw))
 
 
+OUTSIDE = "../x.safetensors", ".h.safetensors", "a\0.safetensors", "config.json", "", 3, None, ["x"]
 SECOND = "model-00002-of-00003.safetensors"
 
 
@@ -112,7 +113,10 @@ SECOND = "model-00002-of-00003.safetensors"
         (lambda f: (f / INDEX).unlink(), "holds neither"),
         (lambda f: break_index(f, lambda m: m.pop("model.norm.weight")), "differ in model.norm.weight"),
         (lambda f: break_index(f, lambda m: m.update(extra=SECOND)), "differ in extra"),
-        (lambda f: break_index(f, lambda m: m.update(extra="../x")), "no .safetensors file of its folder"),
+        *(
+            (lambda f, n=n: break_index(f, lambda m: m.update(extra=n)), "no .safetensors file of its folder")
+            for n in OUTSIDE
+        ),
     ],
 )
 def test_damaged_checkpoints_say_what_is_wrong(tmp_path, damage, message):

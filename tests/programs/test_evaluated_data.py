@@ -1,7 +1,6 @@
 """The data of an evaluation: what has changed since the run began, and text beside a tokenizer's tokens."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -30,9 +29,8 @@ def test_changed_data_is_told_by_an_evaluation_and_refused_by_a_resumed_run(tmp_
     assert json.loads(said.out)["step"] == 3
     evaluation_program.main([str(out), "--json", "--eval-data", str(data)])
     assert capsys.readouterr().err == ""
-    with pytest.raises(
-        SystemExit, match=r"the data is .* tokens, crc32 \w+, but the run began with .*; put that"
-    ):
+    said = r"the data is .* tokens, crc32 \w+, but the run began with .*; put that"
+    with pytest.raises(SystemExit, match=said):
         resume(out)
 
 
@@ -59,16 +57,7 @@ def test_text_is_not_read_as_bytes_for_a_run_on_tokens(tmp_path, text):
     said = error_of(out, "--eval-data", other, program=evaluation_program.main)
     assert f"--eval-data {other} was tokenized by {other}.tokenizer.json, and {out} was trained on" in said
     assert f"tokenize the text again with --tokenizer {prefix}.tokenizer.json" in said
-    tokenize(config(tmp_path / "texts", other := tmp_path / "same", **options))
-    path = tmp_path / "same.tokenizer.json"
-    saved = json.loads(path.read_text())
-    saved["model"]["merges"] = [" ".join(merge) for merge in saved["model"]["merges"]]  # an older version's
-    path.write_text(json.dumps(saved | {"post_processor": None}))
-    evaluation_program.main([str(out), "--eval-data", str(other), "--json"])
     evaluation_program.main(["sample", str(out), "--tokens", "2"])
-    shutil.copy(tmp_path / "other.tokenizer.json", tmp_path / "tokens.tokenizer.json")
-    said = error_of("sample", out, program=evaluation_program.main)
-    assert f"tokens.tokenizer.json has other tokens than those that {out} was trained on; put its own" in said
     for suffix in (".idx", ".bin"):
         (tmp_path / f"tokens{suffix}").unlink()
     said = error_of(out, "--eval-data", text, program=evaluation_program.main)

@@ -4,29 +4,23 @@ import contextlib
 import json
 import multiprocessing
 import os
-import pathlib
 import random
 import re
-import resource
 import signal
-import subprocess
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.runs import free_address, untimed, weights
+from support.runs import error_of, file_sizes, free_address, start, untimed, weights
 
 import train as training_program
 from training import trainer as programs
 from training.command_line import parse
 from training.log.health import NonFiniteError
 from training.log.reporter import StepReporter
-from training.process import interruption
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
 
 
@@ -110,72 +104,35 @@ def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatc
     assert "times the recent median" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_damaged_newest_checkpoint_costs_its_steps_only(text, tmp_path, capsys):
-    out = tmp_path / "run"
-    train(*arguments(text, out, "--steps", "6", "--checkpoint-every", "2"))
-    before, written = weights(out), untimed(out)
-    (out / "checkpoints" / "6" / "rest" / "manifest.ocdbt").write_bytes(b"")
-    train("--resume", "--out", out)
-    assert "continuing from the checkpoint of step 4" in " ".join(capsys.readouterr().out.split())
-    assert untimed(out) == written
-    jax.tree.map(np.testing.assert_array_equal, weights(out), before)
-    for step in (4, 6):
-        (out / "checkpoints" / str(step) / "checksums.json").unlink()
-    with pytest.raises(SystemExit, match="no good checkpoint remains"):
-        train("--resume", "--out", out)
-
-
-def start(*flags, **options):
-    command = [sys.executable, "train.py", *map(str, flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
-
-
 def test_files_that_cannot_be_written_end_the_run_with_a_message(text, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        with pytest.raises(
-            SystemExit, match=r"writing to .*run: File too large\. Raise the limit of file sizes, ulimit -f"
-        ):
-            train(*arguments(text, tmp_path / "run"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = r"writing to .*run: File too large\. Raise the limit of file sizes, ulimit -f"
+    with pytest.raises(SystemExit, match=said), file_sizes(1000):
+        train(*arguments(text, tmp_path / "run"))
 
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
-    """Files that may not grow past 300 kB stand for it: they fail like that for any user."""
     whole, out = tmp_path / "whole", tmp_path / "run"
     train(*arguments(text, whole, "--steps", "4"))
     train(*arguments(text, out, "--steps", "4", "--stop-after", "2"))
-    limit = (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    run = start("--resume", "--out", out)
-    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, limit)
-    _, errors = run.communicate()
-    assert run.returncode == 1
-    assert "train.py: error: the checkpoint of step 4 could not be saved" in errors
-    assert "the last good one is of step 2" in errors
+    with file_sizes(300_000):
+        said = error_of("--resume", "--out", out)
+    assert "the checkpoint of step 4 could not be saved" in said
+    assert "the last good one is of step 2" in said
     train("--resume", "--out", out)
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(whole))
 
 
-@pytest.mark.slow
-def test_a_later_sigint_ends_the_program_while_it_compiles(text, tmp_path):
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    run = start(*arguments(text, tmp_path / "run", "--policy", "quartet"), env=environment)  # compiles long
-    for line in run.stdout:
-        if line.startswith("run "):  # the last before the first step compiles
-            break
-    run.send_signal(signal.SIGINT)
-    time.sleep(interruption.GRACE + 0.2)
-    run.send_signal(signal.SIGINT)
-    errors = run.communicate()[1]
-    assert run.returncode == 128 + signal.SIGINT
-    assert "ended at once by another signal; continue with --resume" in errors
-
-
+IMPORTS = """
+import json, pathlib, shutil, sys, time, jax, numpy as np, optax
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from training.run import checksums
+from training.run.checkpoints import CheckpointError, Checkpoints
+from training.run.checksums import set_aside_damaged
+from training.process.interruption import Interruption
+from training.process.together import ProcessError
+from training.step import init_state
+"""
 COUNT = """
 with Interruption() as interruption:
     print("ready", flush=True)
@@ -216,7 +173,8 @@ print(position, restored.params["w"].sharding == place)
 FAIL = (
     PARAMS
     + """
-folder = pathlib.Path(sys.argv[3])
+checksums.crc32_of, checksums.problem = crc32, problem
+folder = pathlib.Path(sys.argv[4])
 def refuse(*_):
     raise PermissionError(13, "Permission denied")
 with Checkpoints(folder, keep=2) as checkpoints:
@@ -240,49 +198,46 @@ except (ValueError, ProcessError) as error:
     print(type(error).__name__, error)
 """
 )
-IMPORTS = """
-import json, pathlib, shutil, sys, time, jax, numpy as np, optax
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-from training.run import checksums
-from training.run.checkpoints import CheckpointError, Checkpoints
-from training.run.checksums import set_aside_damaged
-from training.process.interruption import Interruption
-from training.process.together import ProcessError
-from training.step import init_state
-"""
 
 
-def two_processes(program, *further):
-    """Starts a program as two processes that know of each other."""
+def two_processes(program, number, *folders):
+    """Returns the lines that two processes that know of each other print; the second gets a signal."""
     address = free_address()
-    commands = [[sys.executable, "-c", IMPORTS + program, address, str(i), *further] for i in range(2)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    return [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for command in commands]
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_agree_where_to_end(number):
-    """One of two, of which the other is slower, gets the signal; both end before the same step."""
-    runs = two_processes(COUNT)
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    runs = [start("-c", IMPORTS + program, address, i, *folders, **gloo) for i in range(2)]
     for run in runs:
         while run.stdout.readline() not in ("ready\n", ""):
             pass
     runs[1].send_signal(number)
-    first, second = (run.communicate()[0] for run in runs)
-    assert first == second
-    assert first.strip().isdigit()
+    return [run.communicate()[0].splitlines() for run in runs]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """The folder of checkpoints, and what two processes print in which all three programs run."""
+    saved, failed = (tmp_path_factory.mktemp(name) for name in ("saved", "failed"))
+    return saved, two_processes(COUNT + SAVE + FAIL, signal.SIGTERM, str(saved), str(failed))
 
 
 @pytest.mark.slow
-def test_processes_save_together_and_set_aside_what_is_damaged(tmp_path):
-    first, second = (run.communicate()[0].splitlines()[-4:] for run in two_processes(SAVE, str(tmp_path)))
+def test_processes_agree_where_to_end(together):
+    """One of two, of which the other is slower, gets the signal; both end before the same step."""
+    _, (first, second) = together
+    assert first[0] == second[0]
+    assert first[0].isdigit()
+
+
+@pytest.mark.exhaustive
+def test_processes_agree_where_sigint_ends_them():
+    first, second = two_processes(COUNT, signal.SIGINT)
+    assert first == second
+    assert first[0].isdigit()
+
+
+@pytest.mark.slow
+def test_processes_save_together_and_set_aside_what_is_damaged(together):
+    tmp_path, lines = together
+    first, second = (of_one[-6:-2] for of_one in lines)
     assert first[2:] == ["['continuing from the checkpoint of step 3']", "{'next_index': 3} True"]
     assert second[2:] == first[2:]
     assert {path.name for path in tmp_path.iterdir()} == {"1", "3", "damaged-4"}
@@ -298,9 +253,9 @@ def test_processes_save_together_and_set_aside_what_is_damaged(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_fails_in_one_process_ends_all(tmp_path):
+def test_what_fails_in_one_process_ends_all(together):
     """There is no room for a checkpoint where the second runs; the first may rename nothing."""
-    first, second = (run.communicate()[0].splitlines()[-2:] for run in two_processes(FAIL, str(tmp_path)))
+    first, second = (of_one[-2:] for of_one in together[1])
     assert first[0].endswith("process 1: [Errno 28] No space left on device")
     assert second[0].endswith("--resume. [Errno 28] No space left on device")
     assert re.match("ValueError the checkpoints in .* for damage: .* Permission denied", first[1])

@@ -1,4 +1,4 @@
-"""The public interface: names, signatures, docstrings, imports, and the wheel."""
+"""The public interface: names, signatures, docstrings, imports, the wheel, and missing extras."""
 
 import inspect
 import json
@@ -17,97 +17,48 @@ import pytest
 import mxjax
 
 ROOT = Path(__file__).parents[2]
-KEYWORD_ONLY = "*"
 
-# Parameters in order; those with a default as (name, default).
-SIGNATURES = {
-    "quantize": [
-        "x",
-        ("format", "mxfp4"),
-        KEYWORD_ONLY,
-        ("axis", -1),
-        ("scale_rule", "floor"),
-        ("rounding", "nearest"),
-        ("block_shape", None),
-        ("prescale", None),
-        ("key", None),
-    ],
-    "dequantize": ["q", ("dtype", jnp.float32)],
-    "pack": ["q", KEYWORD_ONLY, ("axis", -1)],
-    "unpack": ["packed", KEYWORD_ONLY, ("axis", -1)],
-    "rotate": ["x", ("size", 16), KEYWORD_ONLY, ("axis", -1), ("signs", None)],
-    "hadamard_matrix": ["n"],
-    "random_signs": ["key", "n"],
-    "dot": ["x", "w", KEYWORD_ONLY, "policy", ("key", None), ("implementation", None)],
-    "dot_general": [
-        "lhs",
-        "rhs",
-        "dimension_numbers",
-        ("precision", None),
-        ("preferred_element_type", None),
-        KEYWORD_ONLY,
-        "policy",
-        ("key", None),
-        ("implementation", None),
-    ],
-    "einsum": ["spec", "x", "w", KEYWORD_ONLY, "policy", ("key", None), ("implementation", None)],
-    "make_dot_general": [
-        "policy",
-        KEYWORD_ONLY,
-        ("key", None),
-        ("implementation", None),
-        ("weight", None),
-    ],
-    "get_policy": ["name"],
-    "policies": [],
-    "with_scale_rule": ["policy", "rule"],
-    "Operand": [
-        ("format", "mxfp4"),
-        ("block_shape", None),
-        ("scale_rule", "floor"),
-        ("rounding", "nearest"),
-        ("prescale", None),
-        ("source", "original"),
-        ("gradient", "straight_through"),
-        ("split", "none"),
-        ("quantile", 0.99),
-        ("scale_target", None),
-        ("scale_max", None),
-        ("four_over_six", None),
-        ("eden", None),
-        ("split_tokens", None),
-        ("scaling", "current"),
-    ],
-    "Rotation": [
-        ("size", 16),
-        ("signs", "none"),
-        ("seed", 0),
-        ("values", None),
-        ("kind", "hadamard"),
-        ("order", "given"),
-    ],
-    "Gemm": [("lhs", mxjax.Operand()), ("rhs", mxjax.Operand()), ("rotation", None)],
-    "Policy": [("fprop", mxjax.Gemm()), ("dgrad", mxjax.Gemm()), ("wgrad", mxjax.Gemm())],
-}
+# What follows these parameters must have a default and be named.
+SIGNATURES = """
+def quantize(x, format="mxfp4", *, axis=-1, scale_rule="floor", rounding="nearest", block_shape=None,
+             prescale=None, key=None): ...
+def dequantize(q, dtype=jnp.float32): ...
+def pack(q, *, axis=-1): ...
+def unpack(packed, *, axis=-1): ...
+def rotate(x, size=16, *, axis=-1, signs=None): ...
+def hadamard_matrix(n): ...
+def random_signs(key, n): ...
+def dot(x, w, *, policy, key=None, implementation=None): ...
+def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, policy, key=None,
+                implementation=None): ...
+def einsum(spec, x, w, *, policy, key=None, implementation=None): ...
+def make_dot_general(policy, *, key=None, implementation=None, weight=None): ...
+def get_policy(name): ...
+def policies(): ...
+def with_scale_rule(policy, rule): ...
+def Operand(format="mxfp4", block_shape=None, scale_rule="floor", rounding="nearest", prescale=None,
+            source="original", gradient="straight_through", split="none", quantile=0.99, scale_target=None,
+            scale_max=None, four_over_six=None, eden=None, split_tokens=None, scaling="current"): ...
+def Rotation(size=16, signs="none", seed=0, values=None, kind="hadamard", order="given"): ...
+def Gemm(lhs=mxjax.Operand(), rhs=mxjax.Operand(), rotation=None): ...
+def Policy(fprop=mxjax.Gemm(), dgrad=mxjax.Gemm(), wgrad=mxjax.Gemm()): ...
+"""
 
 
-def signature(function) -> list:
-    parameters: list = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and KEYWORD_ONLY not in parameters:
-            parameters.append(KEYWORD_ONLY)
-        parameters.append(name if parameter.default is parameter.empty else (name, parameter.default))
-    return parameters
+def parameters(function) -> list:
+    """Returns (name, default, whether it can be given by position) of each parameter."""
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.default, p.kind is not p.KEYWORD_ONLY) for p in found]
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", re.findall(r"def (\w+)", SIGNATURES))
 def test_signatures_begin_with_these_parameters(name):
-    expected = SIGNATURES[name]
-    actual = signature(getattr(mxjax, name))
+    exec(SIGNATURES, names := {"jnp": jnp, "mxjax": mxjax})
+    expected, actual = parameters(names[name]), parameters(getattr(mxjax, name))
     assert actual[: len(expected)] == expected
-    # What follows must not be needed, nor be taken by position.
-    assert all(isinstance(parameter, tuple) for parameter in actual[len(expected) :])
-    assert KEYWORD_ONLY in expected or len(actual) == len(expected)
+    for _, default, by_position in actual[len(expected) :]:
+        assert default is not inspect.Parameter.empty
+        assert not by_position
 
 
 def test_every_public_name_is_listed_once_and_exists():
@@ -245,3 +196,50 @@ print(json.dumps([mxjax.__file__, y.tolist(), missing, packages]))
     assert len(missing) == 4
     assert all("mxjax[kernels]" in message for message in missing.values()), missing
     assert not {"flax", "optax", "triton", "rich"} & set(packages)
+
+
+# Python runs a module of this name at its start.
+WITHOUT = """
+import importlib.util
+
+_original = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == {module!r} else _original(name, *rest)
+"""
+
+
+def run_without(module, folder, *arguments):
+    (folder / "sitecustomize.py").write_text(WITHOUT.format(module=module))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        ("training.tokenize", "tyro"),
+        ("training.huggingface", "flax"),
+        ("training.huggingface", "tyro"),
+        ("train.py", "flax"),
+        ("eval.py", "flax"),
+    ],
+)
+def test_a_program_without_an_extra_is_one_line(program, module, tmp_path):
+    is_file = program.endswith(".py")
+    done = run_without(module, tmp_path, *([program] if is_file else ["-m", program]), "--help")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    name = program if is_file else f"python -m {program}"
+    assert done.stderr.startswith(f"{name}: error: ")
+    assert f"needs {module}: in a checkout of mxjax, pip install -e '.[train]'" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["training", "models"])
+def test_an_import_without_an_extra_raises_import_error(package, tmp_path):
+    code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(error)"
+    done = run_without("flax", tmp_path, "-c", code, "-m", "training.tokenize", "training.huggingface")
+    assert done.stdout.startswith(f"{package} needs flax: "), done.stderr

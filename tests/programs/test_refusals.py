@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shlex
 import shutil
 import sys
 
@@ -24,37 +25,35 @@ from training.run.setup import check_apart
 from training.tokenize import tokenize as tokenization
 from training.tokenize.plan import TokenizeConfig
 
+NO_NUMBERS = """
+--lr=nan --lr=inf --lr=1e39 --lr=1e-46 --lr=-1 --clip=0 --clip=nan --clip=-1 --clip=1e-320 --clip=1e39 --b1=1
+--b1=-0.1 --b1=nan --b2=1 --b2=0.9999999999 --eps=-1 --eps=nan --weight-decay=-1 --weight-decay=inf
+--min-lr-ratio=2 --min-lr-ratio=nan --steps=10000000000000000000 --steps=-1 --vocab-size=1000000000000
+--batch-size=-1 --seq-len=2147483648 --seed=-1 --seed=4294967296 --target-loss=nan --spike-factor=nan
+--warmup-steps=2147483648 --accumulate=0 --stats-every=0 --unroll=0
+"""
 SHAPE = {"d_model": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "d_ff": 8}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("shape", "flags", "said"),
     [
-        ("n_layers", 2**31, "n_layers must be a positive integer below 2**31"),
-        ("n_layers", 2**31 - 1, "n_layers must be at most 10,000, got 2,147,483,647"),
-        ("d_model", 2**31 - 1, "GiB a device with their moments"),
-        ("d_ff", 2**31 - 1, "GiB a device with their moments"),
-        ("n_heads", 2**31 - 1, "GiB a device with their moments"),
-        ("vocab_size", 2**31, "vocab_size must be a positive integer below 2**31"),
+        ({"n_layers": 2**31}, "", "n_layers must be a positive integer below 2**31"),
+        ({"n_layers": 2**31 - 1}, "", "n_layers must be at most 10,000, got 2,147,483,647"),
+        ({"d_model": 2**31 - 1}, "", "GiB a device with their moments"),
+        ({"d_ff": 2**31 - 1}, "", "GiB a device with their moments"),
+        ({"n_heads": 2**31 - 1}, "", "GiB a device with their moments"),
+        ({"vocab_size": 2**31}, "", "vocab_size must be a positive integer below 2**31"),
+        ({}, "--batch-size 1000000000", "--batch-size 1000000000 and --seq-len 128 need at least"),
+        ({}, "--batch-size 1000000000 --accumulate 1000000000", "need at least"),
+        ({}, "--seq-len 2147483647", "need at least"),
+        ({}, "--vocab-size 2147483647 --model llama3.1-405b", "smaller --model or --vocab-size"),
     ],
 )
-def test_a_model_that_no_device_holds_is_refused(text, tmp_path, name, value, said):
-    shape = tmp_path / "shape.json"
-    shape.write_text(json.dumps({"vocab_size": 257} | SHAPE | {name: value}))
-    assert said in error_of("--data", text, "--out", tmp_path / "run", "--model-config", shape)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--batch-size 1000000000", "--batch-size 1000000000 and --seq-len 128 need at least"),
-        ("--batch-size 1000000000 --accumulate 1000000000", "need at least"),
-        ("--seq-len 2147483647", "need at least"),
-        ("--vocab-size 2147483647", "GiB a device with their moments"),
-    ],
-)
-def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
+def test_a_model_or_batch_that_no_device_holds_is_refused(text, tmp_path, shape, flags, said):
+    if shape:
+        (tmp_path / "shape.json").write_text(json.dumps({"vocab_size": 257} | SHAPE | shape))
+        flags = f"--model-config {tmp_path / 'shape.json'}"
     assert said in error_of("--data", text, "--out", tmp_path / "run", *flags.split())
     assert not (tmp_path / "run").exists()
 
@@ -103,20 +102,28 @@ def test_a_batch_that_no_device_holds_is_refused(text, tmp_path, flags, said):
             "--eval-sequences None; see",
         ),
         ("--restart-positions --document-mask off", "within documents: leave out --document-mask off; see"),
-        (
-            "--data ~nobody_such/x",
-            "~nobody_such/x: there is no such user; write ./~nobody_such/x",
-        ),
+        ("--data ~nobody_such/x", "~nobody_such/x: there is no such user; write ./~nobody_such/x"),
         ("--stats-every 301", "--stats-every 301 measures nothing in --steps 300; lower it; see"),
         ("--target-loss -1", "--target-loss must be a positive float32, got -1.0; see"),
         ("--z-loss 1e-320", "--z-loss must be 0, or a positive float32 up to 1, got 1e-320; see"),
         ("--z-loss 3e38", "--z-loss must be 0, or a positive float32 up to 1, got 3e+38; see"),
         ("--set a.b=1 *.c=2 --lr 1", "--set takes one change; write --set before '*.c=2' too; see"),
+        ("--stop-after 0", "--stop-after must be from 1 to --steps 300"),
+        ("--stop-after 301", "--stop-after must be from 1 to --steps 300"),
+        ("--data=", "got an empty name"),
+        ("--data a ''", "got an empty name"),
+        ("--eval-data=", "got an empty name"),
+        ("--resume", "--out"),
+        ("--model-config a.json --model 60m", "--model and --model-config both name the model"),
+        ("--preset mlperf", "mlperf"),
+        ("--preset mlperf-llama3.1-8b --batch-size x", "'x'"),
+        ("--preset mlperf-llama3.1-8b --batch", "--batch"),
+        *((flag, f"{flag.partition('=')[0]} must be ") for flag in NO_NUMBERS.split()),
     ],
 )
 def test_wrong_flags_are_one_line(flags, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse(flags.split())
+        parse(shlex.split(flags))
     assert ended.value.code == 2
     errors = capsys.readouterr().err
     assert said in errors
@@ -147,11 +154,7 @@ def test_no_list_is_taken_by_its_last_part_alone(config, flag):
         (evaluation_program.main, "runs/any --polcy bf16", "--policy"),
         (evaluation_program.main, "runs/any --fp8", "--policy fp8"),
         (evaluation_program.main, "diagnose runs/any --output-dir x", "--out"),
-        (
-            tokenization.main,
-            "--input a --output-prefix b",
-            "--output",
-        ),  # the error is that --output is missing
+        (tokenization.main, "--input a --output-prefix b", "--output"),  # which is missing
         (tokenization.main, "--input a --output b --json-keys c", "--field"),
         (huggingface.main, "export a b --format mxfp4", "--quantize mxfp4"),
     ],
@@ -229,14 +232,17 @@ def test_a_run_inside_its_text_or_another_run_is_refused(text, tmp_path):
     check_apart(DataConfig((str(tmp_path / "texts"),)), tmp_path / "texts" / ".runs" / "run")  # not read
 
 
-@pytest.mark.parametrize("name", ["gs:", "a-gs:/b", "s3:/bucket/run"])
-def test_a_bucket_is_refused(text, tmp_path, name):
-    assert "name a folder, no bucket, gs: or s3:" in error_of("--data", text, "--out", tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["\udcff", "a\nb", "a\x1b[31m"])
-def test_a_path_that_cannot_be_printed_is_refused(text, tmp_path, name):
-    assert "name a path without control characters" in error_of("--data", text, "--out", tmp_path / name)
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("gs:", "a-gs:/b", "s3:/bucket/run"), "name a folder, no bucket, gs: or s3:"),
+        (("\udcff", "a\nb", "a\x1b[31m"), "name a path without control characters"),
+        (("a[1]/run",), "a[1]/run: name a path without [ ]"),
+    ],
+)
+def test_a_folder_where_checkpoints_cannot_be_saved_is_refused(text, tmp_path, names, said):
+    for name in names:
+        assert said in error_of("--data", text, "--out", tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 

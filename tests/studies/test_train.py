@@ -115,13 +115,15 @@ def test_a_deadline_keeps_finished_runs(settings):
 
 
 class Trainer:
-    """Stands for a cell's programs: a run takes no time."""
+    """Stands for a cell's programs, whose runs say that they took so many seconds."""
 
+    seconds = 0.01
     compilations_a_run, compile_seconds, step_bytes, policy = 0, None, None, "none"
     protocol = Protocol(lr=1e-2, steps=4, warmup=1, batch=4, seq=16, evaluations=2)
 
     def train(self, seed):
-        return {"evaluations": [[256, 3.0 + seed]], "losses": [4.0] * 4, "finite": True, "seconds": 0.01}
+        found = {"evaluations": [[256, 3.0 + seed]], "losses": [4.0] * 4, "finite": True}
+        return found | {"seconds": self.seconds}
 
 
 def test_the_next_cell_is_prepared_before_a_cell_trains(settings, monkeypatch):
@@ -159,8 +161,7 @@ def test_no_other_cell_is_begun_that_may_not_end_in_time(settings, monkeypatch):
     prepared = []
     monkeypatch.setattr(runner, "_prepare", lambda cell, *_: prepared.append(cell.policy) or Trainer())
     soon = dataclasses.replace(settings, deadline=time.monotonic() + 100)
-    monkeypatch.setattr(Trainer, "train", lambda *_: Trainer.outcome | {"seconds": 90.0})
-    Trainer.outcome = {"evaluations": [[256, 3.0]], "losses": [4.0] * 4, "finite": True}
+    monkeypatch.setattr(Trainer, "seconds", 90.0)
     assert not runner.run_cells(CELLS, soon)
     assert prepared == ["fp8"]
     assert len(list(settings.out.glob("*.json"))) == 1
@@ -169,8 +170,7 @@ def test_no_other_cell_is_begun_that_may_not_end_in_time(settings, monkeypatch):
 def test_a_compilation_is_allowed_the_time_that_others_of_the_model_took(settings, monkeypatch):
     monkeypatch.setattr(runner, "_prepare", lambda *_: Trainer())
     monkeypatch.setattr(Trainer, "compile_seconds", 5.0)
-    monkeypatch.setattr(Trainer, "train", lambda *_: Trainer.outcome | {"seconds": 20.0})
-    Trainer.outcome = {"evaluations": [[256, 3.0]], "losses": [4.0] * 4, "finite": True}
+    monkeypatch.setattr(Trainer, "seconds", 20.0)
     soon = dataclasses.replace(settings, deadline=time.monotonic() + 70)
     assert runner.run_cells(CELLS, soon)  # the first cell is allowed a minute, the second ten seconds
     assert len(list(settings.out.glob("*.json"))) == 4
@@ -221,6 +221,7 @@ def test_a_run_of_the_training_program_may_end_early(settings, monkeypatch, endi
     ("flags", "message"),
     [
         ({"workers": 0}, "--workers must be at least 1 and at most 1,024, got 0"),
+        ({"workers": 2**40}, "--workers must be at least 1 and at most 1,024, got"),
         ({"minutes": -1.0}, "--minutes must be positive, got -1.0"),
         ({"minutes": math.nan}, "--minutes must be positive, got nan"),
     ],

@@ -182,4 +182,8 @@ def traffic(*cases: str) -> None:
 if __name__ == "__main__":
     enable_compilation_cache()
     programs = {f.__name__: f for f in (losses, products, experts, kernels, traffic)}
-    programs[sys.argv[1]](*sys.argv[2:])
+    for word in sys.argv[1:]:  # the name of a program, before the cases of each
+        if word in programs:
+            program = programs[word]
+        else:
+            program(word)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import mxjax
 from models.configs import DecoderConfig
@@ -18,6 +19,12 @@ def set_policy(run, policy):
     policies = layer_policies(CONFIG, policy, [("blocks[-1].mlp.*", "bf16")])
     record = json.loads(path.read_text()) | to_record([Phase(1, "weight_only", policies)])
     path.write_text(json.dumps(record))
+
+
+def copied(run, folder, **rhs):
+    """Returns a copy of a run that rounds weights as this operand says."""
+    set_policy(shutil.copytree(run, folder / "run"), weight_only(**rhs))
+    return folder / "run"
 
 
 def weight_only(**rhs):

@@ -14,6 +14,7 @@ from models.huggingface.architectures import views
 from models.huggingface.config import write_config
 from models.huggingface.files import Reader, Spec, Writer
 from mxjax import get_policy
+from training.huggingface.importing import import_checkpoint
 from training.run.checkpoints import Checkpoints
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
@@ -53,9 +54,28 @@ def golden_raw(name="llama3.2"):
     return json.loads((GOLDEN / name / "config.json").read_text())
 
 
+def rewrite(folder, change):
+    """Replaces a one-file checkpoint's tensors by change(tensors); each is (Spec, array)."""
+    with Reader(folder) as reader:
+        values = change({name: (spec, reader.read(name)) for name, spec in reader.specs.items()})
+    write(folder, values)
+
+
+def write(folder, values):
+    with Writer(folder, {name: spec for name, (spec, _) in values.items()}, 2**30) as writer:
+        for name, (_, value) in values.items():
+            writer.write(name, value)
+
+
 def rewrite_params(folder, config, params):
     named = {n: v if v.ndim == 1 else v.reshape(-1, v.shape[-1]) for n, v in views(config, params).items()}
-    with Writer(folder, {n: Spec("F32", v.shape) for n, v in named.items()}, 2**30) as writer:
-        for name, value in named.items():
-            writer.write(name, value)
+    write(folder, {n: (Spec("F32", v.shape), v) for n, v in named.items()})
     (folder / "config.json").write_text(json.dumps(write_config(config, 64)))
+
+
+def imported(folder, config, params):
+    """Returns the run of an imported checkpoint with these parameters, which lies beside it in `seed`."""
+    (folder / "seed").mkdir()
+    rewrite_params(folder / "seed", config, jax.tree.map(np.asarray, params))
+    import_checkpoint(folder / "seed", folder / "run")
+    return folder / "run"

@@ -1,7 +1,13 @@
 """Small runs of train.py in the tests' process, and what they leave."""
 
+import contextlib
 import json
+import os
+import pathlib
+import resource
 import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -11,6 +17,7 @@ import train as training_program
 from training.command_line import parse
 from training.run.checkpoints import Checkpoints
 
+ROOT = pathlib.Path(__file__).parents[2]
 # Random bits in every GEMM of a layer of each block; what has none compiles faster.
 LAYERS = ("head=bf16", "*.attention.*=bf16", "*.gate_up=bf16")
 STOCHASTIC = ("--policy", "full_sr", "--layers", *LAYERS)
@@ -34,11 +41,39 @@ def error_of(*arguments, program=training_program.main):
     return ended.value.code
 
 
+@contextlib.contextmanager
+def file_sizes(limit):
+    """Limits the bytes of a file: writing more fails as on a full disk, for any user."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def free_address() -> str:
     """Returns an address of this machine at which nothing listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{unused.getsockname()[1]}"
+
+
+def start(*arguments, folder=ROOT, **environment):
+    """Starts a Python program on the CPU. LLVM does not optimize: it would take longer than small steps."""
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=folder, env=os.environ | environment, **pipes)
+
+
+def start_pair(*of_each, folders=(ROOT, ROOT), **environment):
+    """Starts a program as two processes of one run, by the arguments of each."""
+    environment |= {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": "2"}
+    return [
+        start(*arguments, folder=folder, JAX_PROCESS_ID=str(i), **environment)
+        for i, (arguments, folder) in enumerate(zip(of_each, folders, strict=True))
+    ]
 
 
 def lines(out):

@@ -1,12 +1,13 @@
-"""The configuration: flags, round trips through JSON, and what a resumed run may change."""
+"""The configuration: flags, `--help`, round trips through JSON, and what a resumed run may change."""
 
 import dataclasses
 import math
 import pathlib
+from typing import Annotated
 
 import pytest
+import tyro
 
-import train as training_program
 from analysis.compare.compare import CompareConfig
 from analysis.diagnose.diagnose import DiagnoseConfig
 from mxjax import Gemm, Policy, Rotation
@@ -27,7 +28,7 @@ def test_flags_are_flat_and_reach_their_concern():
 
 
 def test_json_round_trips():
-    config = parse([*FLAGS.split(), "--data", "somewhere"])
+    config = parse([*FLAGS.split(), "--data", "0.3", "/a", "0.7", "/b", "--eval-data", "/c"])
     assert from_json(to_json(config)) == config
     assert from_json(to_json(Config())) == Config()
 
@@ -58,48 +59,6 @@ def test_an_output_without_a_name_is_refused(output):
         TokenizeConfig(("a",), output)
 
 
-@pytest.mark.parametrize("value", ["0", "301"])
-def test_a_run_stops_within_its_steps(value, capsys):
-    with pytest.raises(SystemExit):
-        parse(["--stop-after", value])
-    assert "--stop-after must be from 1 to --steps 300" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        *(
-            "--lr nan",
-            "--lr inf",
-            "--lr 1e39",
-            "--lr 1e-46",
-            "--lr -1",
-            "--clip 0",
-            "--clip nan",
-            "--clip -1",
-            "--clip 1e-320",
-            "--clip 1e39",
-        ),
-        *("--b1 1", "--b1 -0.1", "--b1 nan", "--b2 1", "--b2 0.9999999999", "--eps -1", "--eps nan"),
-        *("--weight-decay -1", "--weight-decay inf", "--min-lr-ratio 2", "--min-lr-ratio nan"),
-        *("--steps 10000000000000000000", "--steps -1", "--vocab-size 1000000000000", "--batch-size -1"),
-        *(
-            "--seq-len 2147483648",
-            "--seed -1",
-            "--seed 4294967296",
-            "--target-loss nan",
-            "--spike-factor nan",
-        ),
-        *("--warmup-steps 2147483648", "--accumulate 0", "--stats-every 0", "--unroll 0"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused_with_what_can(flag, capsys):
-    name, value = flag.split()
-    with pytest.raises(SystemExit):
-        parse([f"{name}={value}"])
-    assert f"{name} must be " in " ".join(capsys.readouterr().err.split())
-
-
 def test_numbers_at_the_ends_of_their_ranges_are_taken():
     optimizer = parse(["--clip", "inf", "--b1", "0", "--eps", "0", "--weight-decay", "0"]).optimizer
     assert (optimizer.clip, optimizer.b1, optimizer.eps, optimizer.weight_decay) == (math.inf, 0, 0, 0)
@@ -108,26 +67,6 @@ def test_numbers_at_the_ends_of_their_ranges_are_taken():
     config = parse(["--steps", "2147483647", "--seed", "4294967295", "--spike-factor", "inf"])
     assert (config.steps, config.seed) == (2**31 - 1, 2**32 - 1)
     assert config.spike_factor == math.inf
-
-
-@pytest.mark.parametrize("flags", [["--data="], ["--data", "a", ""], ["--eval-data="]])
-def test_an_empty_name_of_data_is_not_the_current_folder(flags, capsys):
-    with pytest.raises(SystemExit):
-        parse(flags)
-    assert "got an empty name" in capsys.readouterr().err
-
-
-def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(tmp_path):
-    flags = ["--vocab-size", "2147483647", "--model", "llama3.1-405b", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match=r"which take \d+ GiB a device .* smaller --model or --vocab-size"):
-        training_program.train(parse(flags))
-    assert not (tmp_path / "run").exists()
-
-
-def test_resuming_needs_to_know_what(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--resume"])
-    assert "--out" in capsys.readouterr().err
 
 
 def test_a_resumed_run_may_change_how_often_but_not_what():
@@ -143,3 +82,53 @@ def test_policies_whose_texts_are_alike_are_told_apart():
     saved, asked = (Config(policy=policy) for policy in seeded)
     with pytest.raises(ValueError, match=r"the run has .*seed=3.*, the command line .*seed=4"):
         check_resumable(asked, saved, pathlib.Path("a"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Concern:
+    """A concern."""
+
+    inner: int = 1
+    """Begins here,
+    and ends here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A base."""
+
+    inherited: int = 2
+    """Begins before
+    it ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(Base):
+    """Flags."""
+
+    concern: Annotated[Concern, tyro.conf.arg(name="")] = Concern()
+    own: str = "x"
+    """The first line,
+    the second line."""
+    without_text: int = 3
+
+
+def help_of(config, capsys, monkeypatch, columns: int) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as end:
+        flags_of(config, ["--help"])
+    assert end.value.code == 0
+    return [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
+    lines = " ".join(help_of(Flags, capsys, monkeypatch, 200))
+    assert "The first line, the second line. (default: x)" in lines
+    assert "Begins here, and ends here. (default: 1)" in lines
+    assert "Begins before it ends. (default: 2)" in lines
+    assert flags_of(Flags, ["--own", "y", "--inner", "4"]) == Flags(concern=Concern(4), own="y")
+
+
+def test_the_help_of_training_fills_its_lines(capsys, monkeypatch):
+    lines = help_of(Config, capsys, monkeypatch, 1000)
+    assert any("Or a schedule, where each later policy begins at a step" in line for line in lines)

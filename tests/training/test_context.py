@@ -21,12 +21,17 @@ MORE = ["fp32:context=8:2:256", "fp32:context=4,data=2:2:128", "bf16:context=8:1
 MORE += ["wgrad_hadamard:context=2,fsdp=2,tensor=2:2:64", "full_hadamard:context=4,data=2:2:128"]
 
 
-@pytest.mark.parametrize(
-    "cases", [pytest.param(CASES, marks=pytest.mark.slow), pytest.param(MORE, marks=pytest.mark.exhaustive)]
-)
-def test_losses_and_gradients_are_those_of_one_device(cases):
-    """With windows by layer, sinks and two documents a sequence, or with a causal mask alone."""
-    found = on_devices(8, "support.contexts", "losses", *cases)
+POLICIES = ["bf16", "wgrad_hadamard", "full_hadamard", "wgrad_sr", "wgrad_rht"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What a process with eight devices finds of losses and of products."""
+    records = on_devices(8, "support.contexts", "losses", *CASES, "products", *POLICIES)
+    return records[: len(CASES)], records[len(CASES) :]
+
+
+def check_losses(found, cases):
     assert [record["case"] for record in found] == cases
     for record in found:
         assert record["loss"] < 1e-5, record
@@ -34,10 +39,21 @@ def test_losses_and_gradients_are_those_of_one_device(cases):
 
 
 @pytest.mark.slow
-def test_products_of_shared_sequences_have_the_bits_of_one_device():
+def test_losses_and_gradients_are_those_of_one_device(found):
+    """With windows by layer, sinks and two documents a sequence, or with a causal mask alone."""
+    check_losses(found[0], CASES)
+
+
+@pytest.mark.exhaustive
+def test_losses_and_gradients_on_more_meshes_are_those_of_one_device():
+    check_losses(on_devices(8, "support.contexts", "losses", *MORE), MORE)
+
+
+@pytest.mark.slow
+def test_products_of_shared_sequences_have_the_bits_of_one_device(found):
     """Wgrad's blocks of tokens and random bits are the same; only sums over devices have another order."""
-    policies = "bf16", "wgrad_hadamard", "full_hadamard", "wgrad_sr", "wgrad_rht"
-    for record in on_devices(8, "support.contexts", "products", *policies):
+    assert [record["policy"] for record in found[1]] == POLICIES
+    for record in found[1]:
         *same, dw = record["errors"]
         assert same == [0, 0], record
         assert dw < 3e-7, record

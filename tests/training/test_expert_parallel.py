@@ -45,12 +45,9 @@ def test_rows_arrive_in_the_order_of_one_device(text, chosen):
     arrived = np.full((shape.devices, shape.capacity), -1)
     for source in range(shape.devices):
         mine = np.repeat(np.arange(EXPERTS), counts[source])
-        names = (
-            1000 * mine
-            + np.concatenate(  # of a row: its expert, and its place among those of all tokens
-                [counts[:source, e].sum() + np.arange(counts[source, e]) for e in range(EXPERTS)]
-            )
-        )
+        before = counts[:source].sum(axis=0)
+        places = [before[e] + np.arange(counts[source, e]) for e in range(EXPERTS)]
+        names = 1000 * mine + np.concatenate(places)  # the expert of a row, and its place among all tokens
         for to, run in np.ndindex(shape.devices, n):
             size, sent, placed = (a[source, to, run] for a in runs)
             assert np.all(arrived[to, placed : placed + size] == -1)
@@ -104,22 +101,22 @@ def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch, traffic, th
     assert sorted(shapes) == sorted([there.format(capacity), "bf16[64,128]", whole, "bf16[64,128]"])
 
 
-program = functools.partial(on_devices, 8, "support.contexts")
+FP32 = ["fp32:expert=2,fsdp=2,tensor=2:8:16"]
+PRODUCTS = ["fp32:expert=8", "full_sr:expert=2,data=2,fsdp=2", "tetrajet:expert=4,tensor=2"]
+PRODUCTS += ["nvfp4:expert=2,context=2,data=2"]
+PACKED = ["tetrajet:expert=2,data=2,fsdp=2", "lumen_dequantized:expert=4,tensor=2"]
 QUANTIZED = ["wgrad_sr:expert=2,fsdp=2,tensor=2:8:16", "wgrad_hadamard:expert=8:8:16"]
 QUANTIZED += ["nvfp4:expert=2,context=2,data=2:4:64", "fp32:expert=4,data=2:8:16"]
 
 
-@pytest.mark.parametrize(
-    ("cases", "loss", "gradients"),
-    [
-        pytest.param(["fp32:expert=2,fsdp=2,tensor=2:8:16"], 1e-6, 1e-4, marks=pytest.mark.slow),
-        # In MXFP4 a last bit may round an element elsewhere, as on other meshes.
-        pytest.param(QUANTIZED, 1e-5, 5e-3, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
-    """Of a model with biases, whose blocks are of two kinds; random bits are the same too."""
-    found = program("losses", *cases)
+@pytest.fixture(scope="module")
+def found():
+    """What a process with eight devices finds, by case, of losses, products and packed tokens."""
+    words = "losses", *FP32, "experts", *PRODUCTS, "traffic", *PACKED
+    return {record["case"]: record for record in on_devices(8, "support.contexts", *words)}
+
+
+def check_losses(found, cases, loss, gradients):
     assert [record["case"] for record in found] == cases
     for record in found:
         assert record["loss"] < loss, record
@@ -127,11 +124,22 @@ def test_losses_and_gradients_are_those_of_one_device(cases, loss, gradients):
 
 
 @pytest.mark.slow
-def test_products_of_experts_have_the_bits_of_one_device():
+def test_losses_and_gradients_are_those_of_one_device(found):
+    """Of a model with biases, whose blocks are of two kinds."""
+    check_losses([found[case] for case in FP32], FP32, 1e-6, 1e-4)
+
+
+@pytest.mark.exhaustive
+def test_quantized_losses_and_gradients_are_those_of_one_device():
+    """Random bits are the same too; a last bit may round an element elsewhere, as on other meshes."""
+    check_losses(on_devices(8, "support.contexts", "losses", *QUANTIZED), QUANTIZED, 1e-5, 5e-3)
+
+
+@pytest.mark.slow
+def test_products_of_experts_have_the_bits_of_one_device(found):
     """Of experts with many tokens, few and none: blocks and random bits depend on no mesh, only sums do."""
-    cases = "full_sr:expert=2,data=2,fsdp=2", "tetrajet:expert=4,tensor=2", "nvfp4:expert=2,context=2,data=2"
-    for record in program("experts", "fp32:expert=8", *cases):
-        assert max(record["errors"]) < 3e-7, record
+    for case in PRODUCTS:
+        assert max(found[case]["errors"]) < 3e-7, case
 
 
 @pytest.mark.slow
@@ -189,12 +197,11 @@ def test_gradients_jump_where_a_last_bit_rounds_an_element_elsewhere(bit, moved,
 
 
 @pytest.mark.slow
-def test_packed_tokens_give_the_bits_of_whole_ones():
+def test_packed_tokens_give_the_bits_of_whole_ones(found):
     """Of Fprop, Dgrad and a Wgrad that reads what arrives, from rows as the Fprop quantizes them."""
-    cases = "tetrajet:expert=2,data=2,fsdp=2", "lumen_dequantized:expert=4,tensor=2"
-    for record in program("traffic", *cases):
-        assert record["same"] == [True] * 4, record
-        assert not record["whole"], record
+    for case in PACKED:
+        assert found[case]["same"] == [True] * 4, case
+        assert not found[case]["whole"], case
 
 
 @pytest.mark.parametrize("rule", ["floor", "even", "uos", "rceil", "ceil"])

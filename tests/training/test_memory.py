@@ -1,4 +1,4 @@
-"""The estimate of a step's memory against what XLA's CPU allocates; the logits, of which pieces exist."""
+"""The estimate of a step's memory against what XLA's CPU allocates, `--plan`, and pieces of logits."""
 
 import dataclasses
 import functools
@@ -12,17 +12,21 @@ import optax
 import pytest
 import scipy.special
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from support.runs import error_of
 
 import mxjax
+import train as training_program
 from models import decoder, lora
 from models.configs import DecoderConfig, ExpertsConfig
 from models.gemms import LINEAR_LAYERS, linear_weights
 from models.loss import LOSS_TOKENS, cross_entropy, one_pass_logsumexp
 from training.command_line import parse
 from training.config import OptimizerConfig
+from training.data.indexed_dataset import IndexedWriter
 from training.memory import ONE_DEVICE, Memory, device_bytes, step_memory
 from training.optimizer.muon import working_bytes
 from training.optimizer.optimizers import optimizer_of
+from training.run import forecast
 from training.run.setup import set_up
 from training.step import init_state, make_train_step
 from training.trainer import Trainer
@@ -31,21 +35,12 @@ SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
 MIXED = dataclasses.replace(SMALL, experts=ExpertsConfig(2, 2), d_ff=96, dense_d_ff=(192, 0, 192, 0))
 
 
-def compare(
-    config,
-    batch_size,
-    seq_len,
-    accumulate,
-    policy,
-    implementation,
-    remat,
-    optimizer_config=OptimizerConfig(),  # noqa: B008
-    rank=None,
-):
+def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat, settings=None, rank=None):
     """Returns the estimate and what the compiled step takes, in bytes; with a rank, of adapters."""
+    settings = settings or OptimizerConfig()
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
-    optimizer = optimizer_of(optimizer_config, config, None, policies)
-    dtype = jnp.dtype(optimizer_config.master)
+    optimizer = optimizer_of(settings, config, None, policies)
+    dtype = jnp.dtype(settings.master)
 
     def first():
         params, frozen = decoder.init(config, jax.random.key(0)), None
@@ -67,7 +62,7 @@ def compare(
         batch_size=batch_size,
         seq_len=seq_len,
         accumulate=accumulate,
-        update=working_bytes(state.params) if optimizer_config.optimizer == "muon" else 0,
+        update=working_bytes(state.params) if settings.optimizer == "muon" else 0,
         **options,
     )
 
@@ -84,16 +79,16 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("config", "batch_size", "seq_len", "accumulate", "policy", "implementation", "remat"),
+    "case",
     [
         (SMALL, 8, 64, 1, "bf16", "xla", "none"),
-        pytest.param(SMALL, 8, 64, 1, "bf16", "xla", "dots", marks=pytest.mark.slow),
-        pytest.param(MIXED, 8, 64, 1, "bf16", "xla", "none", marks=pytest.mark.slow),
         (SMALL, 16, 128, 2, "bf16", "xla", "full"),
-        pytest.param(SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4", marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(case, marks=pytest.mark.slow)
             for case in (
+                (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
+                (MIXED, 8, 64, 1, "bf16", "xla", "none"),
+                (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4"),
                 (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
                 (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
                 (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
@@ -102,10 +97,9 @@ def compare(
         ),
     ],
 )
-def test_the_estimate_is_near_what_is_allocated(
-    config, batch_size, seq_len, accumulate, policy, implementation, remat
-):
-    estimate, allocated = compare(config, batch_size, seq_len, accumulate, policy, implementation, remat)
+def test_the_estimate_is_near_what_is_allocated(case):
+    """Of a model, a batch, a length, parts, a policy, an implementation and what is rematerialized."""
+    config, (estimate, allocated) = case[0], compare(*case)
     assert estimate.parameters == 4 * config.n_params
     assert estimate.optimizer == pytest.approx(8 * config.n_params, rel=0.01)
     assert 0.7 < allocated / estimate.total < 1.4
@@ -230,10 +224,67 @@ def test_logits_exist_in_pieces_and_the_head_is_converted_once():
     assert len(re.findall(rf"= f32\[{d},{vocab}\]\S* dot\(", hlo)) == 1
 
 
-def test_a_trainer_without_a_folder_estimates_memory(tmp_path):
-    flags = ["--data", __file__, "--seq-len", "16", "--batch-size", "2", "--eval-batches", "1"]
-    plan = set_up(parse(flags), tmp_path / "run")
-    found = Trainer(plan).memory(0)
-    assert found.parameters == 4 * plan.model.n_params
-    assert found.optimizer >= 2 * found.parameters
-    assert list(tmp_path.iterdir()) == []
+FLAGS = ["--batch-size", "8", "--seq-len", "64", "--policy", "bf16"]
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path, capsys):
+    """Returns the lines of a plan for devices with so many bytes; it leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+
+    def lines(there_is, *flags):
+        monkeypatch.setattr(forecast, "memory_there_is", lambda: there_is)
+        training_program.main(["--plan", *FLAGS, *flags])
+        assert list(tmp_path.iterdir()) == []
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+def test_a_plan_has_the_estimate_of_the_run(plan, tmp_path):
+    _, memory, gpus, verdict = plan(2**30)
+    run = set_up(parse(["--data", __file__, "--eval-batches", "1", *FLAGS]), tmp_path / "run")
+    assert memory == f"memory a device with --remat none: {Trainer(run).memory(0)}"
+    assert gpus == "GPUs: H100 (80 GB) fits, H200 (141 GB) fits, MI355X (288 GB) fits"
+    assert verdict == "that fits the 1 GiB of a device here (cpu)"
+
+
+def test_a_plan_says_what_fits(plan):
+    _, _, _, verdict, *settings = plan(13.5 * 2**20, "--mesh", "fsdp=2")
+    assert verdict.startswith("that is more than the 0.0132 GiB of a device here")
+    names = [line.partition(":")[0].strip() for line in settings]
+    assert names == ["--remat dots --mesh fsdp=2", "--remat full --mesh fsdp=2"]
+    assert ["which fits" in line for line in settings] == [False, True]
+
+
+@pytest.mark.slow
+def test_a_plan_tries_parts_and_more_devices(plan):
+    first, _, _, _, *settings, last = plan(
+        2**20, "--mesh", "fsdp=4", "--remat", "full", "--document-mask", "off"
+    )
+    assert first.endswith("no mask of documents")
+    names = [line.partition(":")[0].strip() for line in settings]
+    parts, devices = "--remat full --accumulate 2 --mesh fsdp=4", "--remat full --mesh fsdp=8"
+    assert names[:3] == [parts, devices, f"{devices},context=2"]
+    assert names[-1] == f"{devices},context=2,tensor=2"
+    assert last.startswith("none of them fits: shorten --seq-len")
+
+
+def test_a_gpu_fits_by_the_share_of_its_memory_that_jax_takes():
+    assert forecast.gpus_in_words(65e9) == (
+        "GPUs: H100 (80 GB) fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, H200 (141 GB) fits, "
+        "MI355X (288 GB) fits"
+    )
+    few = forecast.gpus_in_words(250e9)
+    assert few.startswith(
+        "GPUs: H100 (80 GB) is too small, H200 (141 GB) is too small, MI355X (288 GB) fits with"
+    )
+
+
+def test_a_plan_checks_as_a_run_does(tmp_path):
+    assert "--batch-size 6 must be a multiple" in error_of("--plan", "--batch-size", "6", "--mesh", "fsdp=4")
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        for n in range(1, 60):
+            writer.add(np.arange(n))
+    flags = "--data", tmp_path / "data", "--document-mask", "on"
+    assert "--document-mask on: no token ends every document" in error_of("--plan", *flags)

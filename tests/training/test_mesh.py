@@ -4,14 +4,12 @@ import dataclasses
 import functools
 import itertools
 import os
-import pathlib
 import re
 import socket
-import subprocess
-import sys
 import threading
 
 import jax
+import optax
 import pytest
 from support import meshes, runs
 from support.programs import on_devices
@@ -29,9 +27,8 @@ from training.memory import ONE_DEVICE
 from training.phases import Phase
 from training.process.together import join_processes, wait_for_coordinator
 from training.run.setup import fits_mesh
-from training.sharding import check_batch, filled_size, parse_mesh
+from training.sharding import check_batch, filled_size, make_mesh, parse_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 FIRST, LATER = 1e-6, 5e-3
 """Relative bounds on losses and gradient norms: of the first loss, where only the order of float32 sums
@@ -124,9 +121,8 @@ def test_every_device_gets_as_many_sequences():
     sizes = parse_mesh("data=2,fsdp=2,tensor=2", 8)
     check_batch(sizes, 8, 2)
     for batch_size, accumulate in ((6, 1), (4, 2)):
-        with pytest.raises(
-            ValueError, match=f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
-        ):
+        said = f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
+        with pytest.raises(ValueError, match=said):
             check_batch(sizes, batch_size, accumulate)
 
 
@@ -166,9 +162,8 @@ def test_a_first_process_that_cannot_be_reached_or_cannot_listen_is_an_error(mon
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(
-            ValueError, match=f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"
-        ):
+        said = f"nothing answers at .*{address} .*JAX_PROCESS_ID 0 on that host"
+        with pytest.raises(ValueError, match=said):
             wait_for_coordinator(address, seconds=0.0)
         probe.listen()
         wait_for_coordinator(address)
@@ -310,24 +305,13 @@ SMALL = [
 ]
 
 
-def start(*arguments, devices=2, **environment):
-    """Starts train.py on virtual devices."""
-    environment = os.environ | environment | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which would take longer than the steps
-    command = [sys.executable, "train.py", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def finish(process) -> list[str]:
     try:
-        output, _ = process.communicate(timeout=1500)  # two slow cores, shared
+        output, errors = process.communicate(timeout=1500)  # two slow cores, shared
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, output
+    assert process.returncode == 0, output + errors
     return output.splitlines()
 
 
@@ -340,11 +324,10 @@ def records(out):
 @pytest.mark.slow
 def test_two_processes_train_as_one_device_does_which_goes_on_and_exports(text, tmp_path):
     """By train.py, two devices each. The mesh fills the default model's 257 tokens up to 258, in bfloat16."""
-    together = {"JAX_COORDINATOR_ADDRESS": runs.free_address(), "JAX_NUM_PROCESSES": "2"}
     out, whole = tmp_path / "two", tmp_path / "whole"
     flags = [*SMALL, "--data", str(text), "--mllog", "--out"]
     mesh = "--distributed", "--mesh", "fsdp=2,tensor=2", "--stop-after", "2"
-    processes = [start(*flags, out, *mesh, JAX_PROCESS_ID=str(i), **together) for i in range(2)]
+    processes = runs.start_pair(*[("train.py", *flags, out, *mesh)] * 2, JAX_NUM_CPU_DEVICES="2")
     training_program.train(parse([*flags, str(whole)]))
     first, second = (finish(process) for process in processes)
     assert any(line.startswith("stopped after step 2 of 4: eval loss") for line in first)
@@ -367,7 +350,40 @@ def test_two_processes_train_as_one_device_does_which_goes_on_and_exports(text, 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2", "tensor=2"])
 def test_in_bfloat16_a_mesh_begins_as_one_device(text, tmp_path, mesh):
     flags = [*SMALL, "--data", str(text), "--stop-after", "2", "--out"]
-    finish(start(*flags, tmp_path / "mesh", "--mesh", mesh, devices=4 if "," in mesh else 2))
+    devices = "4" if "," in mesh else "2"
+    finish(runs.start("train.py", *flags, tmp_path / "mesh", "--mesh", mesh, JAX_NUM_CPU_DEVICES=devices))
     training_program.train(parse([*flags, str(tmp_path / "one")]))
     for (_, found), (_, expected) in zip(records(tmp_path / "mesh"), records(tmp_path / "one"), strict=True):
         assert found == pytest.approx(expected, rel=FIRST)
+
+
+def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):
+    """So that JAX's compilation cache has it for the second."""
+    programs, jit = [], jax.jit
+
+    def noting(function, **options):
+        def call(*arguments):
+            programs.append(jit(function, **options).lower(*arguments).as_text())
+            return jit(function, **options)(*arguments)
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", noting)
+    mesh = make_mesh()
+    optimizer, config = optax.sgd(1.0), DecoderConfig(64, 32, 1, 1, 1, 32, 32)
+    first, second = (
+        parameter_sharding.first_state(config, optimizer, mesh, jax.random.key(seed))[0] for seed in (0, 1)
+    )
+    assert len(programs) == 2
+    assert programs[0] == programs[1]
+    assert (first.params["embedding"] != second.params["embedding"]).all()
+
+
+def test_every_parameter_has_logical_axes():
+    model = DecoderConfig(256, 128, 2, 4, 2, 32, 384)
+    params = decoder.abstract_params(model)
+    axes = parameter_sharding.parameter_axes(params)
+    jax.tree.map(lambda x, a: pytest.fail(f"{a} of {x}") if len(a) != x.ndim else None, params, axes)
+    cut = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)) if "norm" not in a]
+    assert len(cut) == 6
+    assert all("embed" in a for a in cut)

@@ -115,15 +115,6 @@ def test_the_preset_follows_the_batch_size(batch_size, lr, warmup_steps, eval_ev
     assert config.eval_every == eval_every
 
 
-@pytest.mark.parametrize(
-    "flags", [["--preset", "mlperf"], [*PRESET, "--batch-size", "x"], [*PRESET, "--batch"]]
-)
-def test_a_wrong_preset_is_refused(flags, capsys):
-    with pytest.raises(SystemExit):
-        parse(flags)
-    assert flags[-1] in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp8", "wgrad_hadamard"])
 def test_the_log_passes_the_compliance_checker(tmp_path, policy):
     path = tmp_path / "mllog.txt"

@@ -185,20 +185,6 @@ def test_only_an_update_that_is_not_finite_for_certain_is_checked(params, certai
     assert np.isfinite(state.params["table"]).all() != certain
 
 
-@pytest.mark.parametrize("rate", [3.4e38, jnp.inf, jnp.nan])
-def test_an_update_by_a_rate_without_a_bound_is_checked(params, rate):
-    config = OptimizerConfig()
-    optimizer = make_optimizer(config)
-    state = init_state(params, optimizer)
-    before = jax.tree.map(np.asarray, state)
-    step = make_train_step(mean_bigram, optimizer, keeps_finite=keeps_finite(config))
-    state, metrics = step(state, BATCH, KEY, jnp.float32(rate))
-    assert np.isfinite([metrics.loss, metrics.grad_norm]).all()
-    assert not bool(metrics.finite)
-    jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
-    np.testing.assert_array_equal(metrics.largest[1], [15 / 8])
-
-
 def test_the_largest_values_of_a_step_that_is_not_finite_are_those_of_gradients_and_parameters(params):
     expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)["table"]
     for offset, wanted in ((jnp.inf, [[abs(expected).max()], [15 / 8]]), (0.0, [[0], [0]])):

@@ -72,13 +72,6 @@ def test_blends_choose_as_megatrons_helper_does():
     assert again[2999] == order[2999]
 
 
-@pytest.mark.parametrize(("number", "case"), [c for c in CASES if len(c[1]["data"]) > 1])
-def test_a_blend_reads_its_datasets_in_megatrons_order(folder, number, case):
-    samples = corpus(folder, case).samples(case["seq_len"], case["seed"], case["n"])
-    found = [samples.order[i] for i in range(len(samples))]
-    np.testing.assert_array_equal(found, GOLDEN[f"order/{number}"])
-
-
 def test_a_blend_goes_on_past_a_block():
     order = BlendOrder([1, 2], 200_000)
     counts = np.bincount([order[i][0] for i in range(65_500, 65_600)])

@@ -99,9 +99,8 @@ def test_a_missing_file_is_an_error(prefix, suffix):
 
 def test_ids_are_checked_against_the_vocabulary(prefix, tmp_path):
     IndexedDataset(prefix).check_ids(7)
-    with pytest.raises(
-        ValueError, match=r"d.bin, from token 0 on, holds the token id 6, and the vocabulary has 6"
-    ) as found:
+    said = r"d.bin, from token 0 on, holds the token id 6, and the vocabulary has 6"
+    with pytest.raises(ValueError, match=said) as found:
         IndexedDataset(prefix).check_ids(6)
     ids = IndexedDataset(prefix).tokens
     counted = f"{np.sum(ids == 6)} of {len(ids)} are, at first number {np.argmax(ids == 6)} of these"

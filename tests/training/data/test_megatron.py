@@ -6,7 +6,7 @@ import absl.flags
 import grain
 import numpy as np
 import pytest
-from support.runs import untimed
+from support.runs import SMALL, untimed
 
 import eval as evaluation_program
 import train as training_program
@@ -17,7 +17,7 @@ from training.data.indexed_dataset import IndexedDataset, IndexedWriter
 from training.data.load import documents_of, load_data, load_held_out
 from training.data.megatron import Rows, is_indexed, load_megatron, load_validation, parse_blend
 from training.data.tokenizer import tokenizer_vocab_size
-from training.run.record import from_json, to_json, write_run_config
+from training.run.record import write_run_config
 from training.run.setup import set_up
 
 VOCABULARY = 300
@@ -246,9 +246,8 @@ def test_data_is_text_or_tokenized_and_not_both(prefix, tmp_path):
     assert not is_indexed([])
     with pytest.raises(ValueError, match="is tokenized and --data is text"):
         load_data(config(str(tmp_path / "text.txt"), eval_data=(prefix,)), 257)
-    with pytest.raises(
-        ValueError, match=r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
-    ):
+    said = r"--eval-data .*text\.txt is text and --data is tokenized; tokenize both"
+    with pytest.raises(ValueError, match=said):
         load_data(config(prefix, eval_data=(str(tmp_path / "text.txt"),)), 257)
     with pytest.raises(ValueError, match=r"no such file, folder, or dataset /missing.idx"):
         load_data(config("/missing"), 257)
@@ -265,16 +264,6 @@ def test_a_blend_by_size_is_one_epoch(prefix):
     settings = config(prefix, prefix, eval_data=(prefix,))
     with pytest.raises(ValueError, match=r"one epoch of the datasets has .* to read more, give weights"):
         load_data(settings, 257).batches(settings, 0, 10_000)
-
-
-def test_the_configuration_reads_flags():
-    found = parse(["--data", "0.3", "/a", "0.7", "/b", "--eval-data", "/c"])
-    assert found.data.data == ("0.3", "/a", "0.7", "/b")
-    assert from_json(to_json(found)) == found
-
-
-# As in test_train, so that what is compiled there serves here.
-SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
 
 
 def run(out, *flags):
@@ -312,38 +301,15 @@ def test_training_resumes_and_evaluates_on_tokenized_data(tmp_path):
     assert evaluate(evaluation_program.EvalConfig(tmp_path / "whole"))["eval_loss"] != again["eval_loss"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: p.with_suffix(".bin").write_bytes(b"\0" * 8), "train.bin is truncated"),
-        (lambda p: p.with_suffix(".idx").write_bytes(b"x" * 99), "is no index of a Megatron dataset"),
-        (lambda p: None, r"holds the token id 2\d\d, and the vocabulary has 257"),
-    ],
-)
-def test_broken_data_ends_the_program_at_its_start(tmp_path, change, message):
-    prefix = write(tmp_path / "train")
-    change(tmp_path / "train")
-    with pytest.raises(SystemExit, match=message):
-        run(tmp_path / "run", "--data", prefix)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("count", [1, 10])
 def test_too_few_documents_to_keep_one_for_evaluation_are_an_error_that_says_so(tmp_path, count):
-    """A .txt file is one document, however long."""
-    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
-        for _ in range(count):
-            writer.add(np.arange(1000))
+    """A .txt file is one document, however long; of eleven one is kept."""
+    write_documents(tmp_path / "d", *[range(1000)] * count)
+    eleven = write_documents(tmp_path / "eleven", *[range(1000)] * 11)
+    assert len(load_validation(eleven, 1000, whole=False)) == 1000
     message = rf"d has {count} documents?, too few to keep the last 5 % .* with --eval-data, or tokenize"
     with pytest.raises(ValueError, match=message):
         load_megatron(DataConfig(data=(str(tmp_path / "d"),)), 1000)
     with pytest.raises(ValueError, match=message):
         load_validation(str(tmp_path / "d"), 1000, whole=False)
     assert len(load_validation(str(tmp_path / "d"), 1000, whole=True)) == 1000 * count
-
-
-def test_eleven_documents_keep_one(tmp_path):
-    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
-        for _ in range(11):
-            writer.add(np.arange(1000))
-    assert len(load_validation(str(tmp_path / "d"), 1000, whole=False)) == 1000

@@ -93,9 +93,8 @@ def test_what_is_no_text_is_refused(tmp_path):
             load_text(path)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c4-train.0.json.gz").write_bytes(b"0123")
-    with pytest.raises(
-        ValueError, match=r"c4-train.0.json.gz is compressed.*tokenize --input \S+/b/c4-train"
-    ):
+    said = r"c4-train.0.json.gz is compressed.*tokenize --input \S+/b/c4-train"
+    with pytest.raises(ValueError, match=said):
         load_text(tmp_path / "b")
     (tmp_path / "d" / "c").mkdir(parents=True)
     (tmp_path / "d" / "c" / "settings.json").write_text('{\n "text": 1}')
@@ -106,9 +105,8 @@ def test_what_is_no_text_is_refused(tmp_path):
     for name in ("c4-train.0.json", "documents.jsonl"):
         path = tmp_path / "d" / "c" / name
         path.write_text('{"text": "a document"}\n{"text": "another"}\n' * 99)
-        with pytest.raises(
-            ValueError, match=f"{name} holds documents .*training.tokenize --input \\S+{name} "
-        ):
+        said = f"{name} holds documents .*training.tokenize --input \\S+{name} "
+        with pytest.raises(ValueError, match=said):
             load_text(path)
         with pytest.raises(ValueError, match=r"holds documents .*tokenize it as --data is"):
             load_text(path, "--eval-data")
@@ -187,9 +185,8 @@ def test_evaluation_reads_in_order_and_to_the_end():
     "read", [lambda t, c: batches(t, c, 0), lambda t, c: list(evaluation_batches(t, c, 1))]
 )
 def test_a_sequence_longer_than_the_data_is_an_error(read):
-    with pytest.raises(
-        ValueError, match=r"needs --seq-len \+ 1 = 201 tokens and the (training|validation) data has 200"
-    ):
+    said = r"needs --seq-len \+ 1 = 201 tokens and the (training|validation) data has 200"
+    with pytest.raises(ValueError, match=said):
         read(TOKENS, DataConfig(seq_len=200))
 
 

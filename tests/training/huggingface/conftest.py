@@ -6,10 +6,9 @@ import jax
 import numpy as np
 import pytest
 from support.exports import CONFIG, WEIGHT_ONLY, set_policy
-from support.llamas import rewrite_params
+from support.llamas import imported
 
 from models import decoder
-from training.huggingface.importing import import_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +20,7 @@ def params():
 def run(params, tmp_path_factory):
     """A run with random weights, whose policy is `weight_only` except in the last block."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "seed").mkdir()
-    rewrite_params(folder / "seed", CONFIG, params)
-    import_checkpoint(folder / "seed", folder / "run")
-    shutil.rmtree(folder / "run" / "huggingface")  # as if it had been trained here
-    set_policy(folder / "run", WEIGHT_ONLY)
-    return folder / "run"
+    run = imported(folder, CONFIG, params)
+    shutil.rmtree(run / "huggingface")  # as if it had been trained here
+    set_policy(run, WEIGHT_ONLY)
+    return run

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.exports import CONFIG, set_policy, weight_only
-from support.llamas import layer_policies, rewrite_params, tensors
+from support.exports import CONFIG, copied, weight_only
+from support.llamas import imported, layer_policies, tensors
 
 import mxjax
 from analysis.diagnose.capture import make_pass
@@ -25,8 +24,7 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
     """Divisors are those of the largest inputs that transformers sees, and a layer's product is `dot`'s."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
-    shutil.copytree(run, tmp_path / "run")
-    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    copied(run, tmp_path, format="nvfp4")
     text = tmp_path / "text"
     text.write_bytes(bytes(np.random.default_rng(1).integers(97, 123, 40, np.uint8)))
     flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(text)}
@@ -62,8 +60,7 @@ def test_nvfp4_of_activations_is_calibrated(run, tmp_path):
 
 @pytest.mark.slow
 def test_inputs_are_calibrated_under_the_mask_of_the_run(run, params, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    copied(run, tmp_path, format="nvfp4")
     letters = np.random.default_rng(1).integers(97, 123, 60, np.uint8)
     (tmp_path / "text").write_bytes(bytes(letters))
     path = tmp_path / "run" / "config.json"
@@ -88,10 +85,7 @@ def test_nvfp4_of_experts_inputs_is_calibrated(tmp_path):
     """Divisors are those of the largest inputs of transformers' experts, the same for all of a layer."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = dataclasses.replace(CONFIG, experts=ExpertsConfig(3, 2, renormalized=True))
-    (tmp_path / "seed").mkdir()
-    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
-    rewrite_params(tmp_path / "seed", config, params)
-    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    imported(tmp_path, config, decoder.init(config, jax.random.key(2)))
     text = tmp_path / "text"
     text.write_bytes(bytes(np.random.default_rng(1).integers(97, 123, 40, np.uint8)))
     flags = {"quantize": "nvfp4", "activations": True, "calibrate": str(text)}

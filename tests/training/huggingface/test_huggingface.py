@@ -3,17 +3,16 @@
 import dataclasses
 import json
 import os
-import pathlib
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import jax
 import numpy as np
 import pytest
+from support import runs
 from support.llamas import GOLDEN, SMALL, params_of, rewrite_params, tensors
 
 import eval as evaluation_program
@@ -31,9 +30,6 @@ from training.run.record import to_json
 from training.run.setup import check_rate
 from training.tokenize.plan import TokenizeConfig
 from training.tokenize.tokenize import tokenize
-
-ROOT = pathlib.Path(__file__).parents[3]
-FLAGS = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +52,6 @@ def llama2(tmp_path_factory):
     return folder
 
 
-def run(text, out, *flags):
-    return training_program.train(parse([*FLAGS, "--data", str(text), "--out", str(out), *flags]))
-
-
 @pytest.mark.slow
 def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     import_checkpoint(checkpoint, tmp_path / "imported")
@@ -70,7 +62,7 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     assert (before["step"], before["policy"]) == (0, "bf16")
     shutil.copytree(tmp_path / "imported", tmp_path / "begin")
     steps = ["--steps", "4", "--policy", "bf16", "--lr", "1e-3"]
-    run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps)
+    runs.run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps)
     description = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert description["model"] == json.loads(json.dumps(to_dict(SMALL)))
     first = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
@@ -80,22 +72,22 @@ def test_imported_weights_are_evaluated_and_trained(checkpoint, text, tmp_path):
     assert kept == ["README.md", "config.json", "model.safetensors"]
     assert tensors(tmp_path / "out").keys() == tensors(checkpoint).keys()
     # In place, the same weights and steps give the same run.
-    run(text, tmp_path / "imported", "--resume", *steps)
+    runs.run(text, tmp_path / "imported", "--resume", *steps)
     jax.tree.map(
         np.testing.assert_array_equal, params_of(tmp_path / "imported")[1], params_of(tmp_path / "tuned")[1]
     )
     # From then on it is a run like others.
     with pytest.raises(SystemExit, match=r"--lr: the run has 0\.001, the command line 0\.01"):
-        run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
+        runs.run(text, tmp_path / "imported", "--resume", *steps, "--lr", "1e-2")
     # A run that was stopped before its first checkpoint begins anew.
     early = tmp_path / "early"
     early.mkdir()
     shutil.copyfile(tmp_path / "tuned" / "config.json", early / "config.json")
-    run(text, early, "--init", str(tmp_path / "begin"), *steps, "--resume")
+    runs.run(text, early, "--init", str(tmp_path / "begin"), *steps, "--resume")
     jax.tree.map(np.testing.assert_array_equal, params_of(early)[1], params_of(tmp_path / "tuned")[1])
     # Resuming takes the model from the run's own folder.
     shutil.rmtree(tmp_path / "begin")
-    out = run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps, "--resume")
+    out = runs.run(text, tmp_path / "tuned", "--init", str(tmp_path / "begin"), *steps, "--resume")
     assert out == {}
 
 
@@ -110,7 +102,7 @@ def test_the_tokenizer_of_the_data_is_exported(checkpoint, tmp_path, monkeypatch
     import_checkpoint(checkpoint, tmp_path / "imported")
     (tmp_path / "imported" / "huggingface" / "tokenizer.json").unlink()
     monkeypatch.chdir(tmp_path)
-    run("data", "run", "--init", "imported", "--steps", "2", "--policy", "bf16", "--lr", "1e-3")
+    runs.run("data", "run", "--init", "imported", "--steps", "2", "--policy", "bf16", "--lr", "1e-3")
     monkeypatch.chdir("/")
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     eod = IndexedDataset(prefix)[0][-1]
@@ -147,9 +139,9 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
     shutil.copyfile(tmp_path / "imported" / "config.json", empty / "config.json")
     init = ["--init", str(tmp_path / "imported")]
     with pytest.raises(SystemExit, match=r"without --data .*tokenize .*huggingface/tokenizer\.json"):
-        training_program.train(parse([*FLAGS, *init, "--out", str(tmp_path / "run")]))
+        training_program.train(parse([*runs.SMALL, *init, "--out", str(tmp_path / "run")]))
     with pytest.raises(SystemExit, match=r"--data .* is text, .* has its own tokenizer; tokenize it by"):
-        run(text, tmp_path / "run", *init)
+        runs.run(text, tmp_path / "run", *init)
     for data, message in [
         (None, "without --eval-data it would read bytes"),
         (str(text), "is text, .* its own"),
@@ -170,31 +162,8 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
         (init, r"--lr 0\.004, the default, is for training from scratch"),
     ]:
         with pytest.raises(SystemExit, match=message):
-            run(text, tmp_path / "run", *flags)
+            runs.run(text, tmp_path / "run", *flags)
         assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_commands_run(checkpoint, tmp_path):
-    def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "training.huggingface", *map(str, arguments)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-
-    assert "100,160 parameters" in command("import", checkpoint, tmp_path / "run").stdout
-    done = command("export", tmp_path / "run", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert tensors(tmp_path / "out") == tensors(checkpoint)
-    failed = command("import", checkpoint, tmp_path / "run")
-    assert failed.returncode == 1
-    assert "error:" in failed.stderr
-    assert "is not an empty folder" in failed.stderr
-    assert "Traceback" not in failed.stderr
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.llamas import SMALL, params_of, rewrite_params
+from support.llamas import SMALL, imported, params_of
 
 import eval as evaluation_program
 import train as training_program
@@ -32,10 +32,8 @@ FLAGS = "--lora 4 --policy weight_only --lr 1e-2 --batch-size 4 --seq-len 32 --e
 def base(tmp_path_factory):
     """A checkpoint in MXFP4 as compressed-tensors packs it, imported as it is."""
     folder = tmp_path_factory.mktemp("base")
-    (folder / "seed").mkdir()
-    rewrite_params(folder / "seed", SMALL, jax.tree.map(np.asarray, decoder.init(SMALL, jax.random.key(1))))
-    import_checkpoint(folder / "seed", folder / "seed-run")
-    export_checkpoint(folder / "seed-run", folder / "mxfp4", quantize="mxfp4")
+    run = imported(folder, SMALL, decoder.init(SMALL, jax.random.key(1)))
+    export_checkpoint(run, folder / "mxfp4", quantize="mxfp4")
     (folder / "said").write_text(import_checkpoint(folder / "mxfp4", folder / "packed", packed=True))
     return folder
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.exports import CONFIG, set_policy, weight_only
-from support.llamas import layer_policies, logits_of, params_of, rewrite_params, tensors
+from support.exports import CONFIG, copied, set_policy, weight_only
+from support.llamas import imported, layer_policies, logits_of, params_of, tensors, write
 
 import mxjax
 from models import decoder
 from models.configs import ExpertsConfig, get_config
 from models.huggingface.config import write_config
-from models.huggingface.files import Reader, Spec, Writer
+from models.huggingface.files import Reader, Spec
 from models.huggingface.gguf_file import write_gguf
 from models.huggingface.quantized import choose_operands, quantized_weights
 from training.huggingface.exporting import export_checkpoint
@@ -78,9 +78,7 @@ def test_exported_values_are_those_that_the_fprop_multiplies(params, rhs):
 )
 def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
     """NVFP4's divisors may differ in their last bit, since the values are rounded to float32."""
-    shutil.copytree(run, tmp_path / "run")
-    run = tmp_path / "run"
-    set_policy(run, weight_only(**rhs))
+    run = copied(run, tmp_path, **rhs)
     export_checkpoint(run, tmp_path / "out", quantize=name, activations=name == "quark")
     import_checkpoint(tmp_path / "out", tmp_path / "again")
     set_policy(tmp_path / "again", weight_only(**rhs))
@@ -116,10 +114,8 @@ def test_each_expert_is_packed(qk_norm, name, tmp_path):
     experts = ExpertsConfig(3, 2, renormalized=True)
     dense = (128, 0) if qk_norm else ()
     config = dataclasses.replace(CONFIG, experts=experts, qk_norm=qk_norm, dense_d_ff=dense)
-    params = jax.tree.map(np.asarray, decoder.init(config, jax.random.key(2)))
-    (tmp_path / "seed").mkdir()
-    rewrite_params(tmp_path / "seed", config, params)
-    import_checkpoint(tmp_path / "seed", tmp_path / "run")
+    params = decoder.init(config, jax.random.key(2))
+    imported(tmp_path, config, params)
     export_checkpoint(tmp_path / "run", tmp_path / "out", quantize=name)
     import_checkpoint(tmp_path / "out", tmp_path / "again")
     w = jnp.asarray(params["blocks"]["mlp"]["down"][-1])
@@ -215,9 +211,7 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
         ({"weight": (Spec("F32", (96, 64)), twice)}, "has both weight and weight_packed"),
     ]:
         changed = values | {name + part: tensor for part, tensor in damaged.items()}
-        with Writer(tmp_path / "out", {n: spec for n, (spec, _) in changed.items()}, 2**30) as writer:
-            for n, (_, value) in changed.items():
-                writer.write(n, value)
+        write(tmp_path / "out", changed)
         with pytest.raises(ValueError, match=message):
             import_checkpoint(tmp_path / "out", tmp_path / "again")
     weights = tmp_path / "out" / "model.safetensors"
@@ -228,17 +222,14 @@ def test_other_schemes_and_damaged_tensors_are_refused(run, tmp_path):
 
 
 def test_a_divisor_that_changes_signs_or_clears_a_matrix_is_refused(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    set_policy(tmp_path / "run", weight_only(format="nvfp4"))
+    copied(run, tmp_path, format="nvfp4")
     export_checkpoint(tmp_path / "run", tmp_path / "out", quantize="nvfp4")
     name = "model.layers.0.mlp.up_proj.weight_global_scale"
     with Reader(tmp_path / "out") as reader:
         values = {n: (spec, reader.read(n)) for n, spec in reader.specs.items()}
     for divisor in (-1.0, 0.0, np.inf, np.nan):
         values[name] = values[name][0], np.array([divisor], np.float32)
-        with Writer(tmp_path / "out", {n: spec for n, (spec, _) in values.items()}, 2**30) as writer:
-            for n, (_, value) in values.items():
-                writer.write(n, value)
+        write(tmp_path / "out", values)
         with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {divisor}"):
             import_checkpoint(tmp_path / "out", tmp_path / "again")
         assert not (tmp_path / "again").exists()

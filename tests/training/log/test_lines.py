@@ -1,8 +1,7 @@
 """Files of lines: whole lines however a write ends, and a damaged file is set aside whole."""
 
-import resource
-
 import pytest
+from support.runs import file_sizes
 
 from training.log.metrics import LineFile, evaluations, parse_record, read_lines, set_aside_if_damaged
 from training.log.mlperf import parse_event
@@ -40,16 +39,12 @@ DAMAGED = [
 
 
 def test_a_line_for_which_there_is_no_room_leaves_no_half(tmp_path):
-    before, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "lines"
-    file = LineFile(path, [b"first"])
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    file = LineFile(path := tmp_path / "lines", [b"first"])
+    with file_sizes(100):
         for i in range(3):
             file.write(f"line {i} " + "x" * 20)
         with pytest.raises(OSError, match="File too large"):
             file.write("line 3 " + "x" * 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes().split(b"\n")[-2:] == [b"line 2 " + b"x" * 20, b""]
     file.write("later")
     file.sync()

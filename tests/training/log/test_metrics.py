@@ -1,10 +1,11 @@
-"""Where a run's numbers go: the log and what a resumed run keeps of it, the display, the late reporter."""
+"""Where a run's numbers go: the log, the display, the late reporter, and the spikes found in them."""
 
 import json
 import re
 import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from training import memory as device_memory
@@ -13,6 +14,7 @@ from training.log.display import Display
 from training.log.health import NonFiniteError
 from training.log.metrics import MetricsLog, json_line
 from training.log.reporter import StepReporter
+from training.log.spikes import SpikeDetector, find_spikes
 from training.step import StepMetrics
 
 
@@ -34,6 +36,12 @@ class Recorder:
     def check(self, step, loss, grad_norm=None, metrics=None):
         if metrics is not None and not metrics.finite and not self.skips:
             raise NonFiniteError(f"loss {loss}", step)
+
+
+def reporter_to(out, flops_a_step=1e9, learning_rate=lambda step: 0.0):
+    return StepReporter(
+        out, out, out, out, tokens_a_step=8, flops_a_step=flops_a_step, learning_rate=learning_rate
+    )
 
 
 def metrics(loss=1.0, skipped=0):
@@ -64,9 +72,7 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
 
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     out = Recorder()
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10
-    )
+    reporter = reporter_to(out, learning_rate=lambda step: step / 10)
     reporter.step(1, metrics())
     assert out.written == []
     reporter.step(2, metrics(loss=0.5))
@@ -82,9 +88,7 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
 
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
     out = Recorder()
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0
-    )
+    reporter = reporter_to(out)
     reporter.step(7, metrics(float("nan")))
     with pytest.raises(NonFiniteError, match="loss nan"):
         reporter.step(8, metrics())
@@ -94,9 +98,7 @@ def test_a_loss_that_is_not_finite_is_logged_and_raised():
 def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates():
     out = Recorder()
     out.skips = True
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda updates: updates
-    )
+    reporter = reporter_to(out, learning_rate=lambda updates: updates)
     for step, m in enumerate([metrics(), metrics(float("nan")), metrics(skipped=1)], 1):
         reporter.step(step, m)
     reporter.flush()
@@ -168,9 +170,7 @@ def test_a_step_is_reported_with_its_rates(monkeypatch):
     clock = iter([0.0, 2.0, 2.0, 10.0, 11.0, 11.0])  # made; read and reset at each flush; reset in between
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = Recorder()
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=2e12, learning_rate=lambda step: 0.0
-    )
+    reporter = reporter_to(out, flops_a_step=2e12)
     reporter.step(1, first)
     reporter.flush()
     reporter.restart_clock()  # an evaluation lasted eight seconds
@@ -226,3 +226,57 @@ def test_sinks_are_closed_if_the_file_cannot_be_opened(tmp_path):
     with pytest.raises(FileNotFoundError):
         MetricsLog(tmp_path / "nowhere" / "metrics.jsonl", sinks=[sink])
     assert sink.closed == [True]
+
+
+def trace(steps=400, noise=0.02):
+    """A run without spikes: its loss falls from 10.4 to about 3.3, its gradient norm from 8 to 0.6."""
+    rng, t = np.random.default_rng(0), np.arange(1, steps + 1)
+    losses = 3.1 + 7.3 * np.exp(-t / 25) + 10 / (t + 30) + noise * rng.normal(size=steps)
+    norms = (0.6 + 7.4 * np.exp(-t / 40)) * np.exp(0.15 * rng.normal(size=steps))
+    return losses, norms
+
+
+def records(losses, norms):
+    pairs = zip(losses.tolist(), norms.tolist(), strict=True)
+    return [{"step": i, "loss": loss, "grad_norm": norm} for i, (loss, norm) in enumerate(pairs, 1)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+def test_a_run_that_learns_has_none(noise):
+    assert find_spikes(records(*trace(noise=noise))) == []
+
+
+def test_a_loss_or_a_norm_that_leaps_is_one_and_does_not_hide_the_next():
+    losses, norms = trace()
+    losses[[299, 305]], norms[299] = (4.03, 3.8), 40.0  # from 3.34; below twice the median
+    losses[29] = 9.0  # from 5.3, while it falls fast
+    norms[349] = 5.0
+    norms[360], losses[370] = 1.1, losses[370] * 1.02  # within what one sees anyway
+    losses[380] = np.nan
+    found = find_spikes(records(losses, norms))
+    assert [(spike.step, spike.of) for spike in found] == [
+        (30, ("loss",)),
+        (300, ("loss", "grad_norm")),
+        (306, ("loss",)),
+        (350, ("grad_norm",)),
+    ]
+    assert found[1].loss_median == pytest.approx(3.16, abs=0.05)
+    assert found[1].grad_norm_median == pytest.approx(0.6, rel=0.1)
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(None, [300, 320]), (2.0, [320]), (float("inf"), [])])
+def test_they_are_written_with_their_batches(tmp_path, factor, steps):
+    losses, norms = trace(330)
+    losses[299], losses[319] = 4.03, 7.0
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records(losses[:290], norms[:290]))
+    )
+    said = []
+    with SpikeDetector(
+        tmp_path, factor, lambda step: (np.zeros(1), {"windows": [step]}), said.append, 290
+    ) as log:
+        for step in range(291, 331):
+            log.check(step, losses[step - 1], norms[step - 1])
+    written = [json.loads(line) for line in (tmp_path / "spikes.jsonl").read_text().splitlines()]
+    assert [(spike["step"], spike["batch"]["windows"]) for spike in written] == [(s, [s]) for s in steps]
+    assert len(said) == len(steps)

@@ -31,6 +31,13 @@ def golden():
         return dict(file)
 
 
+@pytest.fixture
+def rounded(monkeypatch):
+    """Makes integers of what is a grid of 4 bits."""
+    round_all = functools.partial(jax.tree.map, jnp.round)
+    monkeypatch.setattr(deoscillation, "quantized_weights", lambda params, *_: round_all(params))
+
+
 def snapping(optimizer, setting):
     return optax.chain(optimizer, snap_oscillating(setting, LayerPolicies((), ())))
 
@@ -49,11 +56,8 @@ def walk(optimizer, first, updates):
 
 
 @pytest.mark.parametrize("source", ["primus", "tetrajet"])
-def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch):
+def test_oscillating_weights_are_snapped_as_the_source_does(source, rounded):
     g = golden()
-    monkeypatch.setattr(
-        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
-    )
     ratio, *steps = g[f"{source}_setting"]
     optimizer = snapping(optax.sgd(1.0), Deoscillation(ratio, *map(int, steps)))
     found, expected = np.asarray(walk(optimizer, g["first"], g["updates"])), g[source]
@@ -65,10 +69,7 @@ def test_oscillating_weights_are_snapped_as_the_source_does(source, monkeypatch)
     assert np.mean(found[snapped] == np.round(found[snapped])) > 0.02
 
 
-def test_only_weights_that_oscillate_are_changed(monkeypatch):
-    monkeypatch.setattr(
-        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
-    )
+def test_only_weights_that_oscillate_are_changed(rounded):
     first, updates = np.float32([0.3, 0.45, -0.2]), np.float32([[1, 1, 3], [3, 2, 1]])
     plain = walk(optax.adam(0.1), first, updates)
     found = walk(snapping(optax.adam(0.1), Deoscillation(3.0, 2, 0)), first, updates)
@@ -77,11 +78,8 @@ def test_only_weights_that_oscillate_are_changed(monkeypatch):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_distances_begin_at_weights_in_bfloat16_if_the_setting_says_so(bf16, monkeypatch):
+def test_distances_begin_at_weights_in_bfloat16_if_the_setting_says_so(bf16, rounded):
     """Between 100.49 and 100.51, which are 100.5 in bfloat16: the ratio is 50, or 100."""
-    monkeypatch.setattr(
-        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
-    )
     updates = np.tile(np.float32([[0.02], [-0.02]]), (3, 1))
     setting = parse_deoscillation("75:4:1" + ":bf16" * bf16)
     found = walk(snapping(optax.sgd(1.0), setting), np.float32([100.49]), updates)
@@ -132,12 +130,7 @@ def test_a_recipe_stands_for_its_flags():
 
 
 @pytest.mark.parametrize(
-    ("setting", "first"),
-    [
-        ("3:200:1500", 1700),
-        ("8:200:15001:50", 15052),
-        ("8:50:100:50", 150),
-    ],
+    ("setting", "first"), [("3:200:1500", 1700), ("8:200:15001:50", 15052), ("8:50:100:50", 150)]
 )
 def test_snaps_that_begin_after_the_last_step_are_named(setting, first):
     precision = PrecisionConfig(deoscillate=setting)
@@ -149,10 +142,7 @@ def test_snaps_that_begin_after_the_last_step_are_named(setting, first):
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4])
-def test_weights_are_first_snapped_after_the_step_that_is_named(window, monkeypatch):
-    monkeypatch.setattr(
-        deoscillation, "quantized_weights", lambda params, *_: jax.tree.map(jnp.round, params)
-    )
+def test_weights_are_first_snapped_after_the_step_that_is_named(window, rounded):
     setting = Deoscillation(0.01, 4, 2, window)
     optimizer = snapping(optax.sgd(1.0), setting)
     updates = np.float32([[0.6], [-0.6]] * 5)  # of a weight that oscillates between 0 and 1
@@ -164,8 +154,7 @@ PAST_THEIR_TYPES = ["3:99999999999999:1", "3:1:2147483647", f"{10**39}:1:1", f"3
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:", *PAST_THEIR_TYPES],
+    "text", ["3:200", "0:200:1500", "3:0:0", "3:200:-1", "x:1:1", "3:200:0:201", "3:2:1:", *PAST_THEIR_TYPES]
 )
 def test_a_malformed_setting_is_refused(text):
     with pytest.raises(ValueError, match="--deoscillate takes RATIO:PERIOD:START"):

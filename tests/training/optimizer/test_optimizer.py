@@ -13,7 +13,7 @@ from models.configs import DecoderConfig
 from training.command_line import parse
 from training.config import Config, OptimizerConfig
 from training.log.report import low_learning_rate
-from training.optimizer.optimizers import decayed, keeps_finite, make_optimizer
+from training.optimizer.optimizers import keeps_finite, make_optimizer
 from training.optimizer.schedule import learning_rate
 
 
@@ -118,17 +118,6 @@ def test_a_warm_up_that_outlasts_the_run_is_named_with_the_highest_learning_rate
     assert len(low_learning_rate(Config(steps=30))) == 1
     assert low_learning_rate(Config(steps=31)) == []
     assert low_learning_rate(Config(steps=300, stop_after=3)) == []
-
-
-def test_only_the_norms_do_not_decay():
-    shapes = jax.eval_shape(lambda: decoder.init(DecoderConfig(8, 8, 2, 2, 1, 4, 8), jax.random.key(0)))
-    mask = decayed(shapes)
-    flat = {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(mask)}
-    assert {name for name, decays in flat.items() if not decays} == {
-        "['blocks']['attention_norm']['scale']",
-        "['blocks']['mlp_norm']['scale']",
-        "['norm']['scale']",
-    }
 
 
 def test_two_steps_equal_adamw_in_numpy():

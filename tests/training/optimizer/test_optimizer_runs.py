@@ -1,6 +1,8 @@
 """Runs of train.py by other optimizers and states than the default: on meshes, and resumed."""
 
+import functools
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -13,12 +15,21 @@ from analysis.restore import RunArguments, restore
 from eval import evaluate
 from training.huggingface.exporting import export_checkpoint
 
-BEST = "--policy bf16 --ema 0.6 --steps 4 --checkpoint-every 2 --eval-every 2"
 BFLOAT16 = "--optimizer muon --moments bfloat16 --master bfloat16"
-RUNS = (
-    f"{BFLOAT16} --adam-lr 1e-3 --ema 0.6 --z-loss 1e-3",
-    pytest.param("--optimizer sgd --lr 0.05", marks=pytest.mark.exhaustive),
-)
+FOUR = ["--policy", "bf16", "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2"]
+MUON = f"{BFLOAT16} --adam-lr 1e-3 --ema 0.6 --z-loss 1e-3"
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """Returns the folder of a run with these flags."""
+
+    @functools.cache
+    def train(flags):
+        run(text, out := tmp_path_factory.mktemp("runs") / "whole", *FOUR, *flags.split())
+        return out
+
+    return train
 
 
 @pytest.mark.parametrize(
@@ -36,27 +47,26 @@ def test_updates_on_a_mesh_are_those_of_one_device(flags, largest, differ):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", RUNS)
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, tmp_path, flags):
-    flags = "--policy", "bf16", *flags.split()
-    run(text, tmp_path / "whole", *flags, "--steps", "4")
-    run(text, tmp_path / "resumed", *flags, "--steps", "4", "--stop-after", "2")
+@pytest.mark.parametrize(
+    "flags", [MUON, pytest.param("--optimizer sgd --lr 0.05", marks=pytest.mark.exhaustive)]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, whole, tmp_path, flags):
+    run(text, tmp_path / "resumed", *FOUR, *flags.split(), "--stop-after", "2")
     resume(tmp_path / "resumed")
-    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "resumed"), weights(tmp_path / "whole"))
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "resumed"), weights(whole(flags)))
     last = lines(tmp_path / "resumed")[-1]
     if "--ema" in flags:
         averaged = evaluate(EvalConfig(tmp_path / "resumed", weights="ema"))
         assert averaged["eval_loss"] == last["ema_eval_loss"] != last["eval_loss"]
         assert averaged["weights"] == "ema"
-    steps = [r for r in lines(tmp_path / "whole") if "loss" in r]
+    steps = [r for r in lines(whole(flags)) if "loss" in r]
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert untimed(tmp_path / "resumed")[-2:] == untimed(tmp_path / "whole")[-2:]
+    assert untimed(tmp_path / "resumed")[-2:] == untimed(whole(flags))[-2:]
 
 
 @pytest.mark.slow
-def test_the_best_step_is_that_of_the_weights_that_are_used(text, tmp_path):
-    out = tmp_path / "run"
-    run(text, out, *BEST.split())
+def test_the_best_step_is_that_of_the_weights_that_are_used(whole, tmp_path):
+    out = shutil.copytree(whole(MUON), tmp_path / "run")
     metrics = out / "metrics.jsonl"
     records = [
         record

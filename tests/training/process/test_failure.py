@@ -1,20 +1,17 @@
-"""An error or the end of one of two processes ends both, within a minute and with the reason."""
+"""An error or the end of one of two processes ends both, with the reason; signals end a program in order."""
 
-import os
-import pathlib
-import subprocess
+import signal
 import sys
 import time
 
 import jax
 import pytest
-from support.runs import free_address
+from support.runs import ROOT, start, start_pair
 
 from training.command_line import FlagError
 from training.process import failure
 from training.process.together import ProcessError, is_told, together
 
-ROOT = pathlib.Path(__file__).parents[3]
 FLAGS = (
     "--distributed --batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 200 --policy bf16"
 )
@@ -36,29 +33,18 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def start(tmp_path, bad: int, error: str):
+def begin(tmp_path, bad: int, error: str):
     """Starts train.py as two processes, one of which raises an error before the fourth step."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": free_address()}
-    environment["BAD"] = str(bad)
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, which would take longer than the steps
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", PROGRAM.replace("{error}", error), "--distributed", *FLAGS.split()]
-    return [
-        subprocess.Popen(
-            [*command, "--data", str(ROOT / "README.md"), "--out", str(tmp_path / f"run-{bad}")],
-            cwd=ROOT,
-            env=environment | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
-            **pipes,
-        )
-        for index in range(2)
-    ]
+    flags = [*FLAGS.split(), "--data", ROOT / "README.md", "--out", tmp_path / f"run-{bad}"]
+    arguments = ["-c", PROGRAM.replace("{error}", error), *flags]
+    return start_pair(arguments, arguments, BAD=str(bad))
 
 
 @pytest.mark.parametrize(
     "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
-    runs = start(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
+    runs = begin(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
     outputs = [run.communicate(timeout=400) for run in runs]
     ended = time.time()
     assert "now " in outputs[bad][0], outputs
@@ -72,7 +58,7 @@ def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
 
 @pytest.mark.exhaustive
 def test_a_process_that_is_killed_ends_the_other_in_one_line(tmp_path):
-    runs = start(tmp_path, 1, "os.kill(os.getpid(), 9)")
+    runs = begin(tmp_path, 1, "os.kill(os.getpid(), 9)")
     outputs = [run.communicate(timeout=400) for run in runs]
     ended = time.time()
     assert "now " in outputs[1][0], outputs
@@ -164,3 +150,50 @@ def test_a_process_that_cannot_start_tells_the_others(store, monkeypatch, capsys
         with pytest.raises(SystemExit), failure.telling_others(distributed):
             raise SystemExit(code)
     assert failure._KEY not in store.values
+
+
+# PBKDF2 is in C, as a compilation is: Python calls no handler of a signal until it returns.
+NOTING = """
+import hashlib, time
+from training.process import interruption
+
+interruption.GRACE = 0.5
+with interruption.Interruption() as found:
+    print("ready", flush=True)
+    while not found.requested():
+        time.sleep(0.01)
+    print("noted", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds})
+"""
+
+
+NOTED = "interrupted: ends after this step; a signal after 0.5 s ends it at once\n"
+
+
+@pytest.fixture(name="program")
+def _program(request):
+    with start("-c", NOTING.format(rounds=request.param)) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("program", [10**6], indirect=True)
+def test_a_signal_sent_twice_at_once_is_one(program):
+    """As by `timeout uv run`, which signals the program and its group."""
+    for _ in range(3):
+        program.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    output, errors = program.communicate()
+    assert (output, errors, program.returncode) == ("noted\n", NOTED, 0)
+
+
+@pytest.mark.parametrize("program", [2**31 - 1], indirect=True)
+def test_a_later_signal_ends_the_program_while_it_compiles_and_says_so(program):
+    program.send_signal(signal.SIGINT)
+    assert program.stdout.readline() == "noted\n"
+    time.sleep(0.6)
+    program.send_signal(signal.SIGTERM)
+    errors = program.communicate(timeout=60)[1]
+    assert program.returncode == 128 + signal.SIGTERM
+    assert errors == NOTED + "ended at once by another signal; continue with --resume\n"

@@ -1,17 +1,12 @@
 """Processes that were started differently: refused before the first step, with what differs."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
-from support.runs import free_address
+from support.runs import ROOT, start_pair
 
 from training.run.setup import check_same
 
-ROOT = pathlib.Path(__file__).parents[3]
-SMALL = "--batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 3 --policy bf16"
+SMALL = "--distributed --batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 3 --policy bf16"
+TRAIN = (ROOT / "train.py", *SMALL.split())
 
 
 def test_the_process_and_the_difference_are_named():
@@ -29,21 +24,6 @@ def test_a_long_list_of_differences_is_cut():
     assert "\n" not in str(caught.value)
 
 
-def start_pair(*of_each):
-    """Starts train.py as two processes, each with a folder to run in and further flags."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": free_address()}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [
-        subprocess.Popen(
-            [sys.executable, ROOT / "train.py", "--distributed", *SMALL.split(), *map(str, flags)],
-            cwd=folder,
-            env=environment | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
-            **pipes,
-        )
-        for index, (folder, *flags) in enumerate(of_each)
-    ]
-
-
 @pytest.mark.slow
 def test_processes_with_other_flags_and_data_do_not_train(tmp_path):
     """The data of one node is out of date, under the same name and with the same size."""
@@ -51,8 +31,8 @@ def test_processes_with_other_flags_and_data_do_not_train(tmp_path):
     for folder, what in ((a, "square"), (b, "cube")):
         folder.mkdir()
         (folder / "text.txt").write_text(f"line: the {what} of the number\n".rjust(40) * 500)
-    common = ["--data", "text.txt", "--out", run]
-    for process in start_pair((a, *common, "--lr", "1e-3"), (b, *common, "--lr", "2e-3")):
+    flags = [(*TRAIN, "--data", "text.txt", "--out", run, "--lr", rate) for rate in ("1e-3", "2e-3")]
+    for process in start_pair(*flags, folders=(a, b)):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 1, errors
         message = "process 1 differs from process 0: --lr is 0.002 and not 0.001, the data's crc32 is "
@@ -64,7 +44,7 @@ def test_processes_with_other_flags_and_data_do_not_train(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bad", [0, 1])
 def test_wrong_flags_of_one_process_end_both(tmp_path, bad):
-    of_each = [(ROOT, "--out", tmp_path / "run"), (ROOT, "--out", tmp_path / "run")]
+    of_each = [(*TRAIN, "--out", tmp_path / "run")] * 2
     of_each[bad] = (*of_each[bad], "--lrx", "1")
     runs = start_pair(*of_each)
     errors = [run.communicate(timeout=300)[1] for run in runs]

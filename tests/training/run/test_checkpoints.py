@@ -112,11 +112,7 @@ def test_damage_to_any_file_is_found(tmp_path, state):
     assert checksums.problems(folder) == {}
 
 
-@pytest.mark.parametrize(
-    "crafted",
-    [{}, [1], {"a": 1}, {"a": [1]}, {"a": ["1", "2"]}, None],
-    ids=str,
-)
+@pytest.mark.parametrize("crafted", [{}, [1], {"a": 1}, {"a": [1]}, {"a": ["1", "2"]}, None], ids=str)
 def test_a_record_of_another_kind_with_its_right_checksum_is_damage(tmp_path, crafted):
     content = {"metadata": {}} if crafted is None else {"metadata": {}, "files": crafted}
     (tmp_path / "checksums.json").write_text(integrity.to_checked(content))
@@ -219,9 +215,8 @@ def test_without_a_good_checkpoint_nothing_is_touched(tmp_path, state):
     for step in (1, 2):
         (tmp_path / str(step) / "checksums.json").unlink()
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"no good checkpoint remains.*2 is damaged \(checksums.json is miss"
-        ):
+        said = r"no good checkpoint remains.*2 is damaged \(checksums.json is miss"
+        with pytest.raises(ValueError, match=said):
             set_aside_damaged(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 
@@ -230,9 +225,8 @@ def test_reading_a_damaged_checkpoint_names_the_others(tmp_path, state):
     save(tmp_path, state, 1, 2)
     flip(tmp_path / "2" / "params" / "_METADATA")
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(
-            ValueError, match=r"2 is damaged \(params/_METADATA is damaged\); others are \[1\]"
-        ):
+        said = r"2 is damaged \(params/_METADATA is damaged\); others are \[1\]"
+        with pytest.raises(ValueError, match=said):
             checkpoints.restore_params(state.params)
         checkpoints.restore_params(state.params, 1)
 

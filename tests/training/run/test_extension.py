@@ -73,9 +73,8 @@ def test_a_branch_that_decays_equals_a_run_that_does(text, tmp_path):
 def test_a_learning_rate_that_would_have_been_another_is_named():
     short = Config(steps=100)
     check_extension(dataclasses.replace(short, steps=200), short, taken=31)  # all of them warm-up
-    with pytest.raises(
-        ValueError, match=r"at step 32 it was 0\.00399818752 and would have been 0\.00399969265; .*--init"
-    ):
+    said = r"at step 32 it was 0\.00399818752 and would have been 0\.00399969265; .*--init"
+    with pytest.raises(ValueError, match=said):
         check_extension(dataclasses.replace(short, steps=200), short, taken=32)
     short = Config(steps=100, optimizer=CONSTANT)
     check_extension(dataclasses.replace(short, steps=200), short, taken=100)

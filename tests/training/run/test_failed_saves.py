@@ -40,9 +40,8 @@ def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, mo
 def test_a_save_that_will_not_fit_is_not_begun(tmp_path, state, monkeypatch):
     with Checkpoints(tmp_path) as checkpoints:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
-        with pytest.raises(
-            CheckpointError, match=r"5 bytes are free; it takes up to 2.. bytes; there is no earlier one"
-        ):
+        said = r"5 bytes are free; it takes up to 2.. bytes; there is no earlier one"
+        with pytest.raises(CheckpointError, match=said):
             checkpoints.save(at_step(state, 1), {})
     assert list(tmp_path.iterdir()) == []
 

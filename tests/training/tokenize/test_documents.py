@@ -34,13 +34,19 @@ LINES = [
 ]
 
 
+@pytest.fixture
+def pyarrow():
+    pytest.importorskip("pyarrow.parquet")
+    return pytest.importorskip("pyarrow")
+
+
 def zstd(content, frame=100):
     """Returns zstd frames of so many bytes each, as parallel compressors write them."""
-    pyarrow = pytest.importorskip("pyarrow")
+    pa = pytest.importorskip("pyarrow")
     frames = []
     for i in range(0, len(content), frame):
-        sink = pyarrow.BufferOutputStream()
-        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, "zstd") as stream:
             stream.write(content[i : i + frame])
         frames.append(sink.getvalue().to_pybytes())
     return b"".join(frames)
@@ -148,11 +154,10 @@ def test_a_file_without_lines_is_named(tmp_path):
     assert found(tmp_path / "a.jsonl") == [(1, "empty file", "the file holds no documents")]
 
 
-def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+def test_parquet(tmp_path, pyarrow):
     rows = ["one", None, "", *(f"row {i}" for i in range(2000))]
-    parquet.write_table(pyarrow.table({"text": rows, "other": [1] * len(rows)}), tmp_path / "a.parquet")
+    table = pyarrow.table({"text": rows, "other": [1] * len(rows)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     items = found(tmp_path / "a.parquet")
     assert items[0] == (1, "one")
     assert [item[:2] for item in items[1:3]] == [(2, "malformed line"), (3, "empty document")]
@@ -165,12 +170,11 @@ def test_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("groups", [1, 40])
-def test_parquet_is_read_in_parts(tmp_path, groups):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+def test_parquet_is_read_in_parts(tmp_path, pyarrow, groups):
     rows = [random.Random(i).randbytes(1000).hex() for i in range(16000)]  # 16 MB when compressed
     table = pyarrow.table({"text": rows})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=len(rows) // groups, compression="zstd")
+    sizes = {"row_group_size": len(rows) // groups, "compression": "zstd"}
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **sizes)
     del table
     before, most = pyarrow.total_allocated_bytes(), 0
     for row, document in enumerate(Documents(str(tmp_path / "a.parquet"))):
@@ -180,12 +184,10 @@ def test_parquet_is_read_in_parts(tmp_path, groups):
     assert most < 10 * 2**20 < (tmp_path / "a.parquet").stat().st_size
 
 
-def test_a_row_of_parquet_that_is_not_utf_8_is_named_and_skipped(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+def test_a_row_of_parquet_that_is_not_utf_8_is_named_and_skipped(tmp_path, pyarrow):
     rows = pyarrow.array([b"one", b"caf\xe9", b"three"], pyarrow.binary()).view(pyarrow.string())
     for name, column in (("a", rows), ("b", rows.dictionary_encode())):
-        parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
         items = found(tmp_path / f"{name}.parquet")
         assert [item[:2] for item in items] == [(1, "one"), (2, "malformed text"), (3, "three")]
         assert "can't decode byte 0xe9" in items[1].what
@@ -252,9 +254,8 @@ def test_a_folder_of_a_dataset_of_hugging_face(tmp_path):
         find_files([str(tmp_path)])
     assert find_files([str(tmp_path)], recursive=True) == [str(tmp_path / name)]
     (tmp_path / "data" / "test-00000-of-00001.parquet").write_text("x")
-    with pytest.raises(
-        ValueError, match=r"splits test, train of .* such as '(.*/data/train-\*-of-\*.par.*)'"
-    ) as e:
+    said = r"splits test, train of .* such as '(.*/data/train-\*-of-\*.par.*)'"
+    with pytest.raises(ValueError, match=said) as e:
         find_files([str(tmp_path)], recursive=True)
     pattern = str(e.value).split("'")[1]
     assert find_files([pattern]) == [str(tmp_path / name)]
