@@ -1,4 +1,4 @@
-"""The blockwise Hadamard rotation: scipy's matrix, a fixed order of float32 operations, and its algebra."""
+"""The blockwise Hadamard rotation: scipy's matrix, and a fixed order of float32 operations."""
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,6 @@ def test_matrix_is_sylvesters(n):
     np.testing.assert_allclose(mxjax.hadamard_matrix(n), expected, rtol=2.0**-23)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_matrix_is_orthogonal_and_symmetric(n):
-    h = np.asarray(mxjax.hadamard_matrix(n), np.float64)
-    np.testing.assert_array_equal(h, h.T)
-    # Off the diagonal the products cancel exactly; on it they add up to n times a rounded 1/n.
-    np.testing.assert_allclose(h @ h.T, np.eye(n), rtol=2.0**-22, atol=0)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_rotate_is_the_documented_butterfly_bit_for_bit(size):
     x = gaussian(3, 2 * size) * np.float32(2) ** np.random.default_rng(1).integers(-9, 9, (3, 2 * size))
@@ -67,11 +59,6 @@ def test_rotate_is_the_matrix_times_each_run(size):
     expected = x.reshape(3, 2, size).astype(np.float64) @ h.T
     # log2(size) additions and one product, each off by at most half an ulp of what is near 4 at most.
     np.testing.assert_allclose(mxjax.rotate(x, size), expected.reshape(x.shape), rtol=0, atol=1e-5)
-
-
-def test_default_size_is_16():
-    x = gaussian(3, 32)
-    np.testing.assert_array_equal(mxjax.rotate(x), mxjax.rotate(x, 16))
 
 
 @pytest.mark.parametrize("axis", [0, 1, -2])
@@ -95,27 +82,6 @@ def test_random_signs_are_balanced_and_follow_the_key():
     assert np.any(signs[:100] != np.asarray(mxjax.random_signs(jax.random.key(1), 100)))
 
 
-@pytest.mark.parametrize("size", [2, 32])
-def test_rotating_twice_gives_x_back(size):
-    x = gaussian(3, 64)
-    np.testing.assert_allclose(mxjax.rotate(mxjax.rotate(x, size), size), x, rtol=0, atol=2e-6)
-
-
-def test_rotation_with_signs_is_undone_as_documented():
-    x, signs = gaussian(3, 64), random_signs(32)
-    back = mxjax.rotate(mxjax.rotate(x, 32, signs=signs), 32) * np.tile(signs, (3, 2))
-    np.testing.assert_allclose(back, x, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("signs", [None, random_signs], ids=["deterministic", "signs"])
-def test_rotating_both_operands_leaves_their_product(signs):
-    x, w = gaussian(8, 256), gaussian(8, 256, seed=1)
-    rotated = [mxjax.rotate(v, 32, signs=signs and signs(32)) for v in (x, w)]
-    product, expected = (np.float64(a) @ np.float64(b).T for a, b in (rotated, (x, w)))
-    # Each rotated element is off by a few 2**-24, and 256 such errors add up at random.
-    np.testing.assert_allclose(product, expected, rtol=0, atol=256**0.5 * 2.0**-20)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rotate_computes_and_returns_float32(dtype):
     x = gaussian(3, 64).astype(dtype)
@@ -136,17 +102,6 @@ def test_a_bad_value_spoils_its_own_run_alone(bad):
     np.testing.assert_array_equal(rotated[~spoilt], clean[~spoilt])
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 24, 512])
-def test_rotate_refuses_a_size_that_is_no_power_of_two(size):
-    with pytest.raises(ValueError, match=f"one of .*256.*, got {size}"):
-        mxjax.rotate(np.ones((2, 1536), np.float32), size)
-
-
-def test_matrix_names_itself_where_it_refuses_a_size():
-    with pytest.raises(ValueError, match=r"hadamard_matrix needs n to be one of .*256.*, got 3"):
-        mxjax.hadamard_matrix(3)
-
-
 X = np.ones((2, 32), np.float32)
 
 
@@ -156,16 +111,16 @@ X = np.ones((2, 32), np.float32)
         (lambda: mxjax.rotate([1.0, 2.0], 2), TypeError, "x to be an array, not list; pass jnp"),
         (lambda: mxjax.rotate(X.astype(np.int32)), TypeError, "floating-point tensor, got int32; cast it"),
         (lambda: mxjax.rotate(np.float32(1), 2), ValueError, "rotate needs an array with an axis"),
-        (lambda: mxjax.rotate(X, 16.0), ValueError, "size to be one of .*, got 16.0"),
+        *(
+            (lambda size=size: mxjax.rotate(X, size), ValueError, f"size to be one of .*256.*, got {size}")
+            for size in (0, 1, 3, 24, 512, 16.0)
+        ),
+        (lambda: mxjax.hadamard_matrix(3), ValueError, "hadamard_matrix needs n to be one of .*256.*, got 3"),
+        (lambda: mxjax.rotate(X[:, :24], 16), ValueError, "axis that 16 divides, got 24; pad it"),
         (lambda: mxjax.rotate(X, 16, signs=np.ones(8, np.float32)), ValueError, r"shape \(16,\).*got \(8,\)"),
         (lambda: mxjax.rotate(X, 16, signs=[1.0] * 16), TypeError, r"pass jnp\.asarray\(signs\)"),
     ],
 )
-def test_rotate_refuses_other_arguments(call, error, message):
+def test_other_arguments_are_refused(call, error, message):
     with oracles.types_unchecked(), pytest.raises(error, match=message):
         call()
-
-
-def test_rotate_refuses_an_axis_that_the_size_does_not_divide():
-    with pytest.raises(ValueError, match="axis that 16 divides, got 24; pad it"):
-        mxjax.rotate(np.ones((32, 24), np.float32), 16)

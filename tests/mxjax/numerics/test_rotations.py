@@ -16,6 +16,7 @@ from mxjax.products.draws import uses_of
 
 ROTATIONS = (
     Rotation(1, order="fixed"),
+    Rotation(64, "redrawn"),
     Rotation(16, "redrawn", order="redrawn"),
     Rotation(64, kind="sequency"),
     Rotation(16, "fixed", kind="dct", order="fixed"),
@@ -50,7 +51,7 @@ def test_matrices_are_orthogonal_and_begin_with_the_mean(kind):
 
 @pytest.mark.parametrize(
     ("rotation", "source"),
-    [*((rotation, "original") for rotation in ROTATIONS), *((r, "dequantized") for r in ROTATIONS[1::2])],
+    [*((rotation, "original") for rotation in ROTATIONS), *((r, "dequantized") for r in ROTATIONS[2::2])],
     ids=str,
 )
 def test_in_full_precision_a_product_and_its_gradients_stay(rotation, source):
@@ -76,10 +77,3 @@ def test_a_permutation_is_the_same_for_both_operands_and_new_with_the_key():
     assert order(first, "none", "fixed") == order(second, "none", "fixed")
     assert order(first, "redrawn", "redrawn") == order(first, "none", "redrawn")
     assert order(first, "none", "redrawn") != order(second, "none", "redrawn")
-
-
-def test_experts_refuse_a_permutation_across_their_tokens():
-    policy = Policy(wgrad=Gemm(rotation=Rotation(1, order="fixed")))
-    x, w = jnp.ones((32, 32)), jnp.ones((1, 32, 32))
-    with pytest.raises(NotImplementedError, match="no permutation"):
-        mxjax.ragged_dot(x, w, jnp.array([32]), policy=policy)
