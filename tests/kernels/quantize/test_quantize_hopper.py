@@ -152,8 +152,10 @@ def test_nothing_to_quantize(shape):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param("sorted", marks=pytest.mark.slow), pytest.param("shuffled", marks=pytest.mark.exhaustive)],
+)
 def test_all_bit_patterns(order):
     """Sorted, each is among the largest of its blocks; shuffled, it is beside any other finite one."""
     patterns = np.arange(2**16, dtype=np.uint16)
