@@ -79,8 +79,16 @@ _STOCHASTIC: _Side = (Operand(rounding="stochastic"), None)
 _SQUARE: _Side = (Operand(block_shape=(BLOCK, BLOCK)), None)
 _EVEN: _Side = (Operand(scale_rule="even"), Rotation(64, "fixed"))
 _RCEIL: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32, "redrawn"))
+_CEIL: _Side = (Operand(scale_rule="rceil"), None)
+_CEIL_DRAWN: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), None)
 _PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
-_PAIRS: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16), (None, _H16), (_STOCHASTIC, _STOCHASTIC)]
+_PAIRS: list[_Sides] = [
+    (_PLAIN, _PLAIN),
+    (_PLAIN, _H16),
+    (None, _H16),
+    (_STOCHASTIC, _STOCHASTIC),
+    (_CEIL, _CEIL_DRAWN),
+]
 _COMPUTED_SIDES: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16)]
 _COMPUTED: dict[ComputedKind, tuple[int, int]] = {
     "normed": (8192, 4096),

@@ -1,7 +1,8 @@
 """Two elements in a word on Hopper: E2M1 codes of pairs of bfloat16, and of float32 after a rotation.
 
 Scales also come in pairs, of two columns or two rows. Each half of a word is 128 times a scale byte, which
-puts the byte where bfloat16 has its exponent. The rule is `floor`, which reads exponents only.
+puts the byte where bfloat16 has its exponent. The rule `floor` reads exponents only; another adds its carry
+(`mxjax.numerics.scales.rule_carry`) to a magnitude's bits before, of which bfloat16 has the upper 16.
 """
 
 import triton
@@ -19,10 +20,11 @@ SPREAD = ("0x1010", "0x3232")  # selectors of prmt: the low or the high half of 
 
 
 @triton.constexpr_function
-def _largest(words: int) -> str:
-    text = "{\n.reg .b32 t;\nand.b32 $0, $1, 0x7F807F80;\n"
+def _largest(words: int, exponent_only: bool) -> str:
+    mask, larger = ("0x7F807F80", "max.bf16x2") if exponent_only else ("0x7FFF7FFF", "max.u16x2")
+    text = f"{{\n.reg .b32 t;\nand.b32 $0, $1, {mask};\n"
     for i in range(1, words):
-        text += f"and.b32 t, ${i + 1}, 0x7F807F80;\nmax.bf16x2 $0, $0, t;\n"
+        text += f"and.b32 t, ${i + 1}, {mask};\n{larger} $0, $0, t;\n"
     return text + "}"
 
 
@@ -32,7 +34,23 @@ def _largest_floats(elements: int) -> str:
 
 
 @triton.constexpr_function
-def _scales(folded: int) -> str:
+def _scales(folded: int, carry: int) -> str:
+    if carry:
+        # Infinity and NaN become 256 for a byte before E2M1's largest exponent, 2, is subtracted.
+        return f"""{{
+.reg .b32 t, carry, one, last, two;
+mov.b32 carry, {carry >> 16 << 16 | carry >> 16};
+mov.b32 one, 0x00800080;
+mov.b32 last, 0x80008000;
+mov.b32 two, 0x01000100;
+add.s16x2 t, $1, one;
+add.s16x2 carry, $1, carry;
+lop3.b32 t, t, carry, last, 0xE4;
+and.b32 t, t, 0xFF80FF80;
+min.u16x2 t, t, last;
+max.u16x2 t, t, two;
+sub.u32 $0, t, two;
+}}"""
     less = 0x10000 - 128 * (2 + folded)  # E2M1's largest exponent is 2
     return f"""{{
 .reg .b32 less, zero;
@@ -41,6 +59,44 @@ mov.b32 zero, 0;
 add.s16x2 less, $1, less;
 max.s16x2 $0, less, zero;
 }}"""
+
+
+# 2**-127 for a byte of 0 is subnormal; that of 254 stands for NaN.
+_FACTORS = tl.constexpr("""{
+.reg .b32 nan, two, least;
+mov.b32 two, 0x01000100;
+mov.b32 least, 0x00400040;
+add.s16x2 nan, $1, two;
+and.b32 nan, nan, 0x80008000;
+max.u16x2 $0, $1, least;
+shr.u32 nan, nan, 8;
+or.b32 $0, $0, nan;
+shr.u32 nan, nan, 1;
+or.b32 $0, $0, nan;
+}""")
+
+
+def _decode_row(half: int) -> str:
+    """Returns PTX that makes the nibbles in $4 four words of two bfloat16, by one of two factors in $5.
+
+    At bits 6 to 8 a nibble's magnitude is a subnormal, 2**-126 times as large.
+    """
+    text = f"""{{
+.reg .b32 odd, factor, unit, pair, sign;
+prmt.b32 factor, $5, $5, {SPREAD[half]};
+mov.b32 unit, 0x7E807E80;
+shr.u32 odd, $4, 4;
+"""
+    for i in range(4):
+        text += f"""prmt.b32 pair, $4, odd, 0x{i + 4}{i + 4}{i}{i};
+shl.b32 sign, pair, 12;
+shl.b32 pair, pair, 6;
+and.b32 pair, pair, 0x01C001C0;
+lop3.b32 pair, sign, pair, 0x80008000, 0xE4;
+mul.rn.bf16x2 pair, pair, unit;
+mul.rn.bf16x2 ${i}, pair, factor;
+"""
+    return text + "}"
 
 
 def _encode_row(half: int) -> str:
@@ -74,15 +130,20 @@ prmt.b32 low, $1, $2, 0x5410;
 prmt.b32 high, $1, $2, 0x7632;
 max.bf16x2 $0, low, high;
 }""")
+_LARGER_HALVES_BITS = tl.constexpr(_LARGER_HALVES.value.replace("bf16x2", "u16x2"))
 _ENCODE_COLUMNS = tl.constexpr(encode_pairs_text("mov.b32 t, $10;\n"))
 _ENCODE_FIRST_ROW, _ENCODE_SECOND_ROW = tl.constexpr(_encode_row(0)), tl.constexpr(_encode_row(1))
+_DECODE_FIRST_ROW, _DECODE_SECOND_ROW = tl.constexpr(_decode_row(0)), tl.constexpr(_decode_row(1))
 _ENCODE_LOW, _ENCODE_HIGH = tl.constexpr(_encode_floats(0)), tl.constexpr(_encode_floats(1))
 
 
 @triton.jit
-def largest_pair(ws, WORDS: tl.constexpr):
-    """Returns the powers of two in the binades of the largest low half and of the largest high half."""
-    TEXT: tl.constexpr = _largest(WORDS)
+def largest_pair(ws, WORDS: tl.constexpr, CARRY: tl.constexpr):
+    """Returns the magnitudes of the largest low half and of the largest high half.
+
+    If CARRY is 0, the powers of two in their binades.
+    """
+    TEXT: tl.constexpr = _largest(WORDS, CARRY == 0)
     CONSTRAINTS: tl.constexpr = "=&r" + ",r" * WORDS
     return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, ws, tl.int32, True, 1)
 
@@ -102,18 +163,26 @@ def larger(a, b):
 
 
 @triton.jit
-def larger_halves(a, b):
-    """Returns the larger half of a and the larger half of b."""
-    return tl.inline_asm_elementwise(_LARGER_HALVES, "=r,r,r", [a, b], tl.int32, True, 1)
+def larger_bits(a, b):
+    """Returns the larger low half and the larger high half of two words, as unsigned integers."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
-def pair_scales(largest, FOLDED: tl.constexpr):
+def larger_halves(a, b, CARRY: tl.constexpr):
+    """Returns the larger half of a and the larger half of b, which `largest_pair` made."""
+    TEXT: tl.constexpr = _LARGER_HALVES_BITS if CARRY else _LARGER_HALVES
+    return tl.inline_asm_elementwise(TEXT, "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def pair_scales(largest, FOLDED: tl.constexpr, CARRY: tl.constexpr):
     """Returns the scales for the largest magnitudes in both halves, which are 2**FOLDED times too large.
 
-    Where a magnitude is infinite or NaN the scale is 128 * (253 - FOLDED), which no other scale is.
+    Where a magnitude is infinite or NaN the scale is 128 * (253 - FOLDED), which no other scale is; with a
+    CARRY, which needs FOLDED 0, it is 128 * 254.
     """
-    TEXT: tl.constexpr = _scales(FOLDED)
+    TEXT: tl.constexpr = _scales(FOLDED, CARRY)
     return tl.inline_asm_elementwise(TEXT, "=r,r", [largest], tl.int32, True, 1)
 
 
@@ -132,6 +201,26 @@ def encode_row(ws, scales, SECOND: tl.constexpr):
     TEXT: tl.constexpr = _ENCODE_SECOND_ROW if SECOND else _ENCODE_FIRST_ROW
     inputs = [ws[0], ws[1], ws[2], ws[3], scales]
     return tl.inline_asm_elementwise(TEXT, "=&r,r,r,r,r,r", inputs, tl.int32, True, 1)
+
+
+@triton.jit
+def pair_factors(scales):
+    """Returns scales that `pair_scales` made with a CARRY as bfloat16."""
+    return tl.inline_asm_elementwise(_FACTORS, "=&r,r", [scales], tl.int32, True, 1)
+
+
+@triton.jit
+def decode_row(codes, factors, SECOND: tl.constexpr):
+    """Returns a word of nibbles times the first or second of two factors, as 4 words of bfloat16."""
+    TEXT: tl.constexpr = _DECODE_SECOND_ROW if SECOND else _DECODE_FIRST_ROW
+    return tl.inline_asm_elementwise(
+        TEXT,
+        "=&r,=&r,=&r,=&r,r,r",
+        [codes, factors],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        True,
+        1,
+    )
 
 
 @triton.jit

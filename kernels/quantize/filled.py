@@ -16,7 +16,7 @@ from mxjax.kernels.launch import triton_call
 from mxjax.kernels.matmul.grouped import Places
 from mxjax.kernels.matmul.grouped_kernel import place_of
 from mxjax.kernels.mesh import partitioned
-from mxjax.kernels.quantize.hopper import GROUP, quantize_tile
+from mxjax.kernels.quantize.hopper_tile import GROUP, quantize_tile
 from mxjax.kernels.quantize.launches import HOPPER_TILE, Pair, computed_launch_of, takes_computed
 from mxjax.kernels.quantize.quantizer import elements_of
 from mxjax.operands.kernel_operand import KernelOperand

@@ -13,12 +13,12 @@ from mxjax.kernels.device.quest import QUEST
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div
 from mxjax.kernels.quantize.draws import LARGEST_ROTATION
 from mxjax.kernels.quantize.hopper import (
-    GROUP,
     quantize_gated_gradient_kernel,
     quantize_gated_kernel,
     quantize_normed_kernel,
     quantize_pairs_kernel,
 )
+from mxjax.kernels.quantize.hopper_tile import GROUP
 from mxjax.kernels.quantize.kernel import Form, quantize_kernel, words_of
 from mxjax.numerics.formats import BLOCK, E2M1, get_format
 from mxjax.numerics.scales import rule_carry
@@ -28,7 +28,10 @@ from mxjax.runtime.devices import Target
 LONGEST_AXIS = 2**24  # axes are shorter, because offsets in a tile have 32 bits
 
 Pair = tuple[OperandUse | None, OperandUse | None]
-"""A tensor's uses along its rows (axis -1) and along its columns (axis -2), without their arrays."""
+"""A tensor's uses along its rows (axis -1) and along its columns (axis -2), without their arrays.
+
+If columns read what the quantized rows left, they have `OperandUse.reads`.
+"""
 ComputedKind = Literal["normed", "gated", "gradient"]
 """What a kernel computes where it quantizes it: `Normed`, `Gated` or `GatedGradient`."""
 
@@ -152,11 +155,18 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
         whole blocks.
     """
     rows, columns = pair
-    if rows is None or columns is None or _is_stochastic(columns):
+    if rows is None or columns is None or _is_stochastic(columns) or carry_of(rows):
         return False
     if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
     return _hopper_takes(pair, target, c, jnp.bfloat16)
+
+
+def takes_twice(pair: Pair, target: Target | None, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
+    """Whether one launch packs a tensor along its rows, and along its columns what that left of it."""
+    rows, _ = pair
+    hopper = rows is not None and carry_of(rows) > 0 and _hopper_takes(pair, target, shape[-1], dtype)
+    return hopper and fit(pair, "packed", target, shape, dtype)
 
 
 def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, int]) -> Launch:
@@ -210,6 +220,8 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     wanted = [use for use in pair if use]
     if columns is None or not all(map(_is_plain, wanted)) or (rows and rows.rotation):
         return False
+    if any(map(carry_of, wanted)) and not _is_stochastic(columns):
+        return False
     # Random bits of rows, or beside a rotation, need too many registers.
     if rows and _is_stochastic(rows):
         return False
@@ -226,9 +238,9 @@ def carry_of(use: OperandUse) -> int:
 
 
 def _is_plain(use: OperandUse) -> bool:
-    """Whether the use has 1-D blocks and rule `floor`, but no signs and no prescale."""
+    """Whether the use has 1-D blocks and not the rule `quest`, no signs and no prescale."""
     o = use.operand
-    return o.scale_rule == "floor" and not o.prescale and not o.is_square and not use.has_signs
+    return not _is_quest(use) and not o.prescale and not o.is_square and not use.has_signs
 
 
 def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
@@ -243,6 +255,9 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
         "COLUMN_LENGTH": columns.padded(r),
         "COLUMN_STOCHASTIC": drawn,
         "ROTATION": columns.rotation_size,
+        "ROW_CARRY": carry_of(rows) if rows else 0,
+        "COLUMN_CARRY": carry_of(columns),
+        "SEEN": columns.reads is not None,
     }
 
 

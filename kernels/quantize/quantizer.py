@@ -41,7 +41,8 @@ def quantize_operands(
 ) -> list[KernelOperand]:
     """Returns x quantized for each use, at most one for each of the last two axes.
 
-    x is read once, or on CUDA in some cases twice (`launched_pairs`).
+    x is read once, or on CUDA in some cases twice (`launched_pairs`). Of two uses the second may read what
+    the first left, where the kernel takes both (`mxjax.kernels.quantize.launches.takes_twice`).
     The bits are those that `mxjax.rotate` and `mxjax.quantize` define.
 
     Raises:
@@ -60,6 +61,8 @@ def quantize_operands(
     both = by_axis.get(-1), by_axis.get(-2)
     scalars = jnp.concatenate([scalars_of(use) for use in both])
     rows, columns = (use and use.options for use in both)
+    if rows and columns and both[1] and both[1].reads is not None:
+        columns = columns._replace(reads=rows)
     run = _quantizer((rows, columns), form, current_target())
     x = x if x.dtype.name in TYPES else x.astype(jnp.float32)  # float64, as the definition does
     flat = run(x.reshape(1, math.prod(batch), r, c), scalars[None])

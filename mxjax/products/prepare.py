@@ -46,6 +46,10 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
             by_kernel = quantize_fp8_computed if rows.form == "fp8" else quantize_computed
             return by_kernel(x, rows, columns)
         x = x.value()
+    if _quantized_twice(x, uses):
+        from mxjax.kernels.quantize.quantizer import quantize_operands
+
+        return quantize_operands(x, uses)
     form = uses[0].form
     shared = all(use.form == form and use.reads is None for use in uses[1:])
     if len(uses) > 1 and not (shared and all(use.is_plain for use in uses)):
@@ -75,6 +79,19 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
         return quantize_operands(x, uses, form)
     packed = [pack_by_definition(x, use) for use in uses]
     return packed if form == "packed" else [KernelOperand(decode(q), None, q.prescale) for q in packed]
+
+
+def _quantized_twice(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) -> bool:
+    """Whether the quantizer kernel packs x for the Fprop, and what that left of x for another GEMM."""
+    if len(uses) != 2 or any(use.form != "packed" for use in uses):
+        return False
+    fprop, other = uses
+    if other.reads is None or (fprop.axis, other.axis) != (-1, -2) or not _kernel_takes(x, uses, "packed"):
+        return False
+    from mxjax.kernels.quantize.launches import takes_twice
+
+    pair = fprop.options, other.options._replace(reads=fprop.options)
+    return other.reads.options == fprop.options and takes_twice(pair, current_target(), x.shape, x.dtype)
 
 
 def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) -> list[KernelOperand]:

@@ -36,6 +36,7 @@ ENCODE_FP8 = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
 # Scales; floor(x) of x >= 0; and random bits.
 BLOCK16 = {"div.rn.f32", "cvt.rmi.ftz.f32.f32", "cvt.rn.f32.u32", "mul.rn.bf16x2"}
 HOPPER_PAIRS = {"cvt.rn.f16x2.f32", "fma.rn.bf16x2"}
+BY_SCALE = "mul.rn.bf16x2"  # exact, but where no random number rounds the product up
 GATHERED = {  # too few rows for sm_100's instruction, so in bfloat16 as on Hopper
     "sm_90": FP4["sm_90"],
     "sm_100": {BFLOAT16["sm_100"], "cvt.rn.bf16x2.e2m1x2", "fma.rn.bf16", "mul.rn.bf16"},
@@ -59,7 +60,7 @@ def allowed(kernel: str, target: str) -> set[str]:
         case "quantize_kernel":
             return HOPPER_PAIRS if target == "sm_90" else ENCODE_FP4
         case "quantize_pairs_kernel":
-            return HOPPER_PAIRS
+            return {*HOPPER_PAIRS, BY_SCALE}
         case "quantize_block16_kernel":
             return BLOCK16
         case "forward_kernel" | "key_gradients_kernel" | "query_gradients_kernel":

@@ -1,5 +1,8 @@
 """Hopper's quantizer kernel against the definitions, bit for bit; its inline assembly is run by `ptx`."""
 
+import dataclasses
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,14 +10,17 @@ import numpy as np
 import pytest
 from support.quantizer import assert_as_defined, draw_tensor
 
+from mxjax.kernels.quantize import quantizer
 from mxjax.kernels.quantize.hopper import quantize_pairs_kernel
 from mxjax.kernels.quantize.kernel import quantize_kernel
 from mxjax.kernels.quantize.launches import launch_of, launched_pairs
 from mxjax.kernels.quantize.quantizer import _call, quantize_operands
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import key_words
-from mxjax.operands.use import OperandUse
+from mxjax.operands.kernel_operand import pack_by_definition
+from mxjax.operands.use import OperandUse, dequantize_use
 from mxjax.policy import Rotation
+from mxjax.products.prepare import prepare
 from mxjax.runtime.devices import INTERPRETER, Target
 
 ROWS, PLAIN = OperandUse(-1), OperandUse(-2)
@@ -100,6 +106,50 @@ def test_stochastic_rounding(form, prescale):
     use = OperandUse(-1, Operand(rounding="stochastic", prescale=prescale), Rotation(64, signs="redrawn"))
     x = draw_tensor(np.random.default_rng(8), (9, 130), "wide", "bfloat16")
     assert_as_defined(x, use, form=form)
+
+
+def seen(rule, other="floor"):
+    """Returns uses as TetraJet's for a tensor: the second one reads what the first one left."""
+    rows = OperandUse(-1, Operand(scale_rule=rule), form="packed")
+    columns = Operand(scale_rule=other, rounding="stochastic", source="dequantized")
+    return rows, OperandUse(-2, columns, key=jax.random.key(5), form="packed", reads=rows)
+
+
+def assert_quantized_twice(x, rows, columns):
+    expected = [pack_by_definition(x, rows), pack_by_definition(dequantize_use(x, rows), columns)]
+    for got, wanted in zip(prepare(x, [rows, columns]), expected, strict=True):
+        for name in ("elements", "scales"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
+
+
+@pytest.mark.parametrize(("rule", "other"), [("rceil", "rceil"), ("even", "floor"), ("ceil", "uos")])
+@pytest.mark.parametrize("kind", ["normal", "special", "grid"])
+def test_one_read_for_columns_of_what_the_rows_left(rule, other, kind, monkeypatch):
+    reads = mock.Mock(wraps=quantize_operands)
+    monkeypatch.setattr(quantizer, "quantize_operands", reads)
+    shape = (37, 136) if kind != "grid" else (2, 33, 264)
+    x = draw_tensor(np.random.default_rng(11), shape, kind, "bfloat16")
+    uses = seen(rule, other)
+    assert_quantized_twice(x, *uses)
+    assert reads.call_count == 1
+    rows, columns = (use.options for use in uses)
+    assert kernel_of(rows, columns._replace(reads=rows), (37, 136)) is quantize_pairs_kernel
+
+
+def test_all_bit_patterns_quantized_twice():
+    """Sorted: subnormals and the largest, whose quantized values are infinite, among them."""
+    x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(512, 128))
+    for tensor in (x, x.T):
+        assert_quantized_twice(tensor, *seen("rceil", "rceil"))
+
+
+@pytest.mark.parametrize("rule", ["even", "uos", "rceil", "ceil"])
+def test_random_bits_by_any_rule(rule):
+    rows, columns = OperandUse(-1, Operand(scale_rule=rule)), DRAWN.operand
+    columns = DRAWN._replace(operand=dataclasses.replace(columns, scale_rule=rule))
+    assert kernel_of(rows, columns, (37, 136)) is quantize_pairs_kernel
+    for kind in ("wide", "special", "grid"):
+        assert_as_defined(draw_tensor(np.random.default_rng(12), (37, 136), kind, "bfloat16"), rows, columns)
 
 
 def test_a_part_draws_the_bits_of_its_place():
