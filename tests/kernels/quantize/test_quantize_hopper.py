@@ -234,11 +234,7 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
         kernel_of(ROWS_DRAWN, H16, (64, 64)),
         *(
             kernel_of(ROWS, OperandUse(-2, Operand(**options)), (64, 64))
-            for options in (
-                {"scale_rule": "even"},
-                {"prescale": 0.75},
-                {"block_shape": (32, 32)},
-            )
+            for options in ({"scale_rule": "even"}, {"prescale": 0.75}, {"block_shape": (32, 32)})
         ),
         kernel_of(ROWS, PLAIN, (64, 64), form="bf16"),
     ]

@@ -105,7 +105,7 @@ def test_repr_gives_the_policy_back():
         *(
             (
                 lambda shape=shape: Operand(block_shape=shape),
-                f"or a tuple of two, got {re.escape(str(shape))}",
+                f"a positive size or a tuple of two, got {re.escape(str(shape))}",
             )
             for shape in (0, -32, (0, 32), (32, -1), [32, 32])
         ),
@@ -184,7 +184,7 @@ def test_with_scale_rule_changes_mxfp4_operands_only():
 
 @pytest.mark.parametrize(
     ("name", "rule", "message"),
-    [("fp8", "even", "no effect"), ("wgrad", "half", "unknown scale_rule 'half'")],
+    [("fp8", "even", "'even' has no effect"), ("wgrad", "half", "unknown scale_rule 'half'")],
 )
 def test_with_scale_rule_refuses_what_changes_nothing(name, rule, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):

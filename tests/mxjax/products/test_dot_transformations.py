@@ -46,9 +46,7 @@ def test_vmap_equals_a_loop():
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [mxjax.get_policy("wgrad_rht"), RANDOM_FPROP],
-    ids=["wgrad_rht", "random fprop"],
+    "policy", [mxjax.get_policy("wgrad_rht"), RANDOM_FPROP], ids=["wgrad_rht", "random fprop"]
 )
 def test_remat_replays_the_random_bits(policy):
     x, w, _ = inputs()

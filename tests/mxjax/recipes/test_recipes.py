@@ -18,11 +18,7 @@ from mxjax.recipes import source
 from mxjax.recipes.nvfp4 import UNCLIPPED
 from mxjax.recipes.whole_runs import RECIPES
 
-FP8 = (
-    ("fp8_e4m3", "fp8_e4m3", None),
-    ("fp8_e5m2", "fp8_e4m3", None),
-    ("fp8_e4m3", "fp8_e5m2", None),
-)
+FP8 = (("fp8_e4m3", "fp8_e4m3", None), ("fp8_e5m2", "fp8_e4m3", None), ("fp8_e4m3", "fp8_e5m2", None))
 BF16 = ("bf16", "bf16", None)
 MXFP4 = ("mxfp4", "mxfp4", None)
 SR = ("mxfp4 sr", "mxfp4 sr", None)
@@ -244,7 +240,8 @@ LISTS_ALL = "`python -m mxjax.recipes` lists all"
 )
 @pytest.mark.parametrize("function", [mxjax.get_policy, source])
 def test_an_unknown_policy_is_refused_with_what_it_may_be(function, name, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    end = "$" if message.endswith(LISTS_ALL) else ""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}{end}"):
         function(name)
 
 

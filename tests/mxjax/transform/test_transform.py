@@ -178,7 +178,6 @@ PARAMS = {
 
 def plain(spec, x, w, *, first=False, master=None):
     """Multiplies as programs without mxjax do."""
-    del master
     if not first:
         return jnp.einsum(spec, x, w)
     inputs, result = spec.split("->")
@@ -186,7 +185,6 @@ def plain(spec, x, w, *, first=False, master=None):
 
 
 def by_hand(spec, x, w, *, first=False, master=None):
-    del first
     w = w if master is None else master
     return mxjax.einsum(spec, x, w, policy=POLICY, preferred_element_type=x.dtype)
 
