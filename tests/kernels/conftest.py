@@ -15,7 +15,6 @@ NATIVE = (
     "test_grouped",
     "test_products",
     "test_quantize",
-    "test_scaled_blocks",
 )
 
 

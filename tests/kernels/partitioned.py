@@ -74,10 +74,7 @@ def main() -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     stochastic = Operand(rounding="stochastic")
     keys = [jax.random.key(i) for i in range(2)]
-    inputs = [
-        OperandUse(-1, stochastic, key=keys[0]),
-        OperandUse(-2, stochastic, Rotation(16), key=keys[1]),
-    ]
+    inputs = [OperandUse(-1, stochastic, key=keys[0]), OperandUse(-2, stochastic, Rotation(16), key=keys[1])]
 
     def quantize(x):
         return quantize_operands(x, inputs)
@@ -104,21 +101,23 @@ def main() -> None:
     print("all equal")
 
 
+def assert_equal(got, wanted) -> None:
+    """Compares trees of arrays bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(wanted))
+
+
 def check_definition(got, x, inputs) -> None:
     """Compares one device's bits with the definition's."""
     define = jax.jit(lambda x: [pack_by_definition(x, use) for use in inputs])
-    for q, wanted in zip(got, define(x), strict=True):
-        np.testing.assert_array_equal(q.elements, wanted.elements)
-        np.testing.assert_array_equal(q.scales, wanted.scales)
+    assert_equal([(q.elements, q.scales) for q in got], [(q.elements, q.scales) for q in define(x)])
 
 
-def check_mesh(quantize, x, sharding, wanted) -> None:
+def check_mesh(quantize, x, sharding, wanted, *, is_placed=True) -> None:
     """Compares with one device's bits; nothing is gathered, and row-wise operands lie where their rows do."""
-    x = jax.device_put(x, sharding)
+    x = jax.device_put(x, sharding) if is_placed else x
     compiled = jax.jit(lambda x: quantize(x)).lower(x).compile()
     got = compiled(x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(got, wanted)
     assert "all-gather" not in compiled.as_text(), sharding
     assert got[0].elements.sharding.is_equivalent_to(sharding, 3)
 
@@ -140,8 +139,7 @@ def check_awkward(mesh, quantize) -> None:
                 if all(n % mesh_size(mesh, axis) == 0 for n, axis in zip(shape, spec, strict=True))
                 else x
             )
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_equal(got, wanted)
 
 
 def check_arrays_of_no_mesh(mesh, quantize, x, wanted) -> None:
@@ -149,12 +147,8 @@ def check_arrays_of_no_mesh(mesh, quantize, x, wanted) -> None:
     for spec in (P(None, "a", "b"), P(None, ("b", "a"))):
         constrained = functools.partial(lax.with_sharding_constraint, shardings=spec)
         with use_target(INTERPRETER), jax.set_mesh(mesh):
-            compiled = jax.jit(lambda x, on_mesh=constrained: quantize(on_mesh(x))).lower(x).compile()
-            got = compiled(x)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert "all-gather" not in compiled.as_text(), spec
-        assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+            on_mesh = lambda x, of=constrained: quantize(of(x))  # noqa: E731
+            check_mesh(on_mesh, x, NamedSharding(mesh, spec), wanted, is_placed=False)
 
 
 def check_long_runs(mesh) -> None:
@@ -246,8 +240,7 @@ def check_computed(mesh) -> None:
                 .compile()
             )
             got = compiled(jax.tree.map(place, x))
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-                np.testing.assert_array_equal(a, b)
+            assert_equal(got, wanted)
             assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
             assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
 

@@ -25,7 +25,6 @@ COMPUTED_INPUTS = OperandUse(-1), OperandUse(-2, rotation=Rotation(16))
 
 def plain_kernel(kernel, x, scalars, *, out, **constants):
     """Quantizes [1, b, r, c] as the kernel does, packed with stochastic rounding, by jax.numpy."""
-    del kernel
     scalars = scalars[0]
     written = []
     for name, t, first, other in (("ROW", x[0], 14, 13), ("COLUMN", x[0].swapaxes(1, 2), 13, 14)):
@@ -57,7 +56,6 @@ def plain_block16(kernel, x, maxima, *_, out, **constants):
 
     Scales are the largest magnitudes of the tensor, or of runs.
     """
-    del constants
     if kernel is block16.largest_kernel:
         tiles = np.divmod(x.shape[2:], out[0].shape[2:])[0]
         shape = (*x.shape[:2], out[0].shape[2], tiles[0], out[0].shape[3], tiles[1])
@@ -74,7 +72,6 @@ def plain_block16(kernel, x, maxima, *_, out, **constants):
 
 def plain_computed(kernel, *arrays, out, **_):
     """Quantizes a norm's or SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
-    del out
     products = [Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3)]
     kind = Gated if len(products) == 1 else GatedGradient
     values = (Normed(*arrays) if kernel is quantize_normed_kernel else kind(*products)).value()
@@ -88,14 +85,12 @@ def plain_computed(kernel, *arrays, out, **_):
 
 def plain_product(lhs, lhs_scales, rhs, rhs_scales, dtype, target, tiles=None):
     """Multiplies as the GEMM kernel does, by jax.numpy."""
-    del target
     left, right = decode(KernelOperand(lhs, lhs_scales)), decode(KernelOperand(rhs, rhs_scales))
     return jnp.einsum("bmk,bnk->bmn", left, right, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def plain_runs(kernel, *operands, out, **_):
     """Multiplies as the kernel for scales of runs does, by jax.numpy."""
-    del kernel
     left, right = (
         values_of_runs(KernelOperand(elements, None, run_scales=scales))
         for elements, scales in zip(operands[::2], operands[1::2], strict=True)
@@ -105,14 +100,12 @@ def plain_runs(kernel, *operands, out, **_):
 
 def plain_clip(kernel, raw, x, row_factors, column_factors, *, out, **_):
     """Returns what the kernel that clips gradients reads in each place: all of it counts."""
-    del kernel
     y = raw * (row_factors[..., :, None] * column_factors[..., None, :])
     return [(y + x).astype(out[0].dtype)]
 
 
 def plain_carry(lhs, rhs, carriers, target, grouped):
     """Carries both operands as the carrier kernel does, by the definition, with one flag a batch."""
-    del target, grouped
     carried = []
     for operand, carrier in zip((lhs, rhs), carriers, strict=True):
         rows = [carry(KernelOperand(*q), carrier) for q in zip(*operand, strict=True)]
@@ -141,7 +134,6 @@ def plain_scores(q, k, first_key):
 
 def plain_attention(q, k, v, target, first_key=None, sinks=None):
     """Attends as the forward kernel does, by jax.numpy."""
-    del target
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     scores = plain_scores(q, k, first_key)
     lse = jax.nn.logsumexp(scores, axis=-1)
@@ -153,7 +145,6 @@ def plain_attention(q, k, v, target, first_key=None, sinks=None):
 
 def plain_gradients(q, k, v, out, lse, dout, target, first_key=None, sinks=None):
     """Computes the gradients as the backward kernels do, by jax.numpy, and reads all that they read."""
-    del target
     q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
     weights = jnp.exp(plain_scores(q, k, first_key) - lse[..., None])
     delta = jnp.einsum("bsgrh,bsgrh->bgrs", out, dout)
@@ -169,7 +160,6 @@ def plain_gradients(q, k, v, out, lse, dout, target, first_key=None, sinks=None)
 
 def plain_cast(kernel, x, rows, columns, *, out, **constants):
     """Casts as the kernel does, by jax.numpy, with the largest magnitude of all for every tile."""
-    del kernel
     x, written = x.astype(jnp.float32), []
     for name, t, factor in (("ROW", x, rows), ("COLUMN", x.swapaxes(1, 2), columns)):
         dtype = jnp.float8_e5m2 if constants[f"{name}_E5M2"] else jnp.float8_e4m3fn

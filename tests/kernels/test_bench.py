@@ -1,5 +1,6 @@
 """The benchmarks end to end on tiny shapes: their reports, and that wrong results get no times."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -15,6 +16,7 @@ from models.attention.partial import Results
 from mxjax.kernels.selftest import tune_gemm
 from mxjax.kernels.selftest.measured import Timing, measure
 
+UNEVEN = ("2x64x2x1x64", "1x63x2x1x64")
 HEADER = {"device", "jax", "packages", "commit", "command", "kernels", "records"}
 
 
@@ -36,25 +38,37 @@ def without_peers(monkeypatch):
     monkeypatch.setitem(dot.LINEARS, "tiny", (32, 32))
 
 
-QUANTIZE = ["--shapes", "32x64", "--rounds", "1", "--commit", "abc"]
-DOT = ["--tokens", "32", "--linears", "tiny", "--rounds", "1", "--commit", "abc"]
+ONCE = ["--rounds", "1", "--commit", "abc"]
+QUANTIZE, DOT = ["--shapes", "32x64", *ONCE], ["--tokens", "32", "--linears", "tiny", *ONCE]
+GEMM = ["--tokens", "64", "--gemms", "tiny.fprop", *ONCE]
 
 
-def printed(capsys):
-    lines = capsys.readouterr().out.splitlines()
-    return lines, json.loads(lines[-1])
+@pytest.fixture
+def report(capsys):
+    """Returns a function that runs a benchmark and returns the lines that it prints and its report.
+
+    If results are wrong, `failed` is a pattern of what the benchmark says in the end.
+    """
+
+    def report(benchmark, *flags, failed=None):
+        with pytest.raises(SystemExit, match=failed) if failed else contextlib.nullcontext():
+            benchmark.main([*flags])
+        lines = capsys.readouterr().out.strip().splitlines()
+        found = json.loads(lines[-1])
+        assert set(found) - {"devices"} == HEADER
+        return lines, found
+
+    return report
 
 
 @pytest.mark.slow
-def test_quantize_reports_every_line_with_its_time_or_why_there_is_none(capsys, tmp_path):
+def test_quantize_reports_every_line_with_its_time_or_why_there_is_none(report, tmp_path):
     only = ["copy", "columns, to bfloat16", "rows, "]
-    quantize.main([*QUANTIZE, "--only", *only, "--out", str(tmp_path / "numbers.json")])
-    lines, report = printed(capsys)
-    assert set(report) == HEADER
-    assert report["commit"] == "abc"
-    assert "none" not in report["kernels"]
-    assert report["command"].startswith("python -m benchmarks.kernels.quantize --shapes 32x64 ")
-    records = {r["name"]: r for r in report["records"]}
+    lines, found = report(quantize, *QUANTIZE, "--only", *only, "--out", str(tmp_path / "numbers.json"))
+    assert found["commit"] == "abc"
+    assert "none" not in found["kernels"]
+    assert found["command"].startswith("python -m benchmarks.kernels.quantize --shapes 32x64 ")
+    records = {r["name"]: r for r in found["records"]}
     assert records["rows, jax.numpy"]["work"] == 2 * 32 * 64 + 32 * 64 // 2 + 64
     values = records["both, H16 on columns, to bfloat16"]
     assert values["work"] == 3 * 2 * 32 * 64
@@ -69,41 +83,32 @@ def test_quantize_reports_every_line_with_its_time_or_why_there_is_none(capsys, 
         )
     }
     assert sum("absent: " in line for line in lines) == 4
-    assert json.loads((tmp_path / "numbers.json").read_text()) == report
+    assert json.loads((tmp_path / "numbers.json").read_text()) == found
 
 
-def test_quantize_times_nothing_that_is_not_the_definition(monkeypatch, capsys):
+def test_quantize_times_nothing_that_is_not_the_definition(monkeypatch, report):
     right = quantize.prepare
-
-    def wrong(x, uses):
-        return right(x.at[0, 0].set(100), uses)
-
-    monkeypatch.setattr(quantize, "prepare", wrong)
-    with pytest.raises(
-        SystemExit, match=r"failed: rows: AssertionError: \d+ of 1024 differ from the definition"
-    ):
-        quantize.main([*QUANTIZE, "--only", "rows"])
-    _, report = printed(capsys)
-    [record] = [r for r in report["records"] if r["name"] == "rows"]
+    monkeypatch.setattr(quantize, "prepare", lambda x, uses: right(x.at[0, 0].set(100), uses))
+    failed = r"failed: rows: AssertionError: \d+ of 1024 differ from the definition"
+    _, found = report(quantize, *QUANTIZE, "--only", "rows", failed=failed)
+    [record] = [r for r in found["records"] if r["name"] == "rows"]
     assert set(record) == {"shape", "name", "work", "is_ceiling", "absent"}
 
 
 @pytest.mark.slow
-def test_dot_reports_rates_and_distances(capsys):
-    lines = ["--policies", "wgrad", "--implementations", "fp8_carriers", "--peers", "qwix QtProvider, fp8"]
-    dot.main([*DOT, *lines])
-    printed_lines, report = printed(capsys)
-    assert set(report) == HEADER
-    baseline, ours, peer = report["records"]
+def test_dot_reports_rates_and_distances(report):
+    flags = ["--policies", "wgrad", "--implementations", "fp8_carriers", "--peers", "qwix QtProvider, fp8"]
+    lines, found = report(dot, *DOT, *flags)
+    baseline, ours, peer = found["records"]
     assert (baseline["name"], baseline["is_ceiling"]) == ("jnp.dot, bfloat16", True)
     assert (ours["work"], baseline["error"]) == (6 * 32**3, 0)
     assert 0.05 < ours["error"] < 0.3
     share = baseline["median"] / ours["median"]
-    assert any(f"| {share:.0%} |" in " ".join(line.split()) for line in printed_lines if "wgrad" in line)
+    assert any(f"| {share:.0%} |" in " ".join(line.split()) for line in lines if "wgrad" in line)
     assert peer["absent"].startswith("ModuleNotFoundError")
 
 
-def test_dot_times_nothing_that_is_not_the_reference(monkeypatch, capsys):
+def test_dot_times_nothing_that_is_not_the_reference(monkeypatch, report):
     right = dot.mxjax.dot
 
     def wrong(x, w, *, implementation, **options):
@@ -111,25 +116,15 @@ def test_dot_times_nothing_that_is_not_the_reference(monkeypatch, capsys):
         return y if implementation == "reference" else 1.1 * y
 
     monkeypatch.setattr(dot.mxjax, "dot", wrong)
-    with pytest.raises(SystemExit, match="failed: fp8, xla: AssertionError: it differs from the reference"):
-        dot.main([*DOT, "--policies", "fp8", "--implementations", "xla", "--peers", "none"])
-    assert "median" not in printed(capsys)[1]["records"][1]
+    failed = "failed: fp8, xla: AssertionError: it differs from the reference"
+    flags = ["--policies", "fp8", "--implementations", "xla", "--peers", "none"]
+    assert "median" not in report(dot, *DOT, *flags, failed=failed)[1]["records"][1]
 
 
-def test_dot_starts_no_line_after_its_seconds(capsys):
-    dot.main([*DOT, "--policies", "wgrad", "--peers", "none", "--seconds", "0"])
-    _, report = printed(capsys)
-    late = [r["name"] for r in report["records"] if "absent" in r]
+def test_dot_starts_no_line_after_its_seconds(report):
+    _, found = report(dot, *DOT, "--policies", "wgrad", "--peers", "none", "--seconds", "0")
+    late = [r["name"] for r in found["records"] if "absent" in r]
     assert late == ["jnp.dot, bfloat16", "wgrad, xla", "wgrad, fp8_carriers"]
-
-
-GEMM = ["--tokens", "64", "--gemms", "tiny.fprop", "--rounds", "1", "--commit", "abc"]
-
-
-@pytest.fixture
-def tiny_gemm(monkeypatch):
-    """Lets the command line name a small GEMM, and forgets the operands of others."""
-    monkeypatch.setitem(dot.LINEARS, "tiny", (256, 64))
 
 
 @pytest.mark.parametrize(
@@ -140,11 +135,10 @@ def tiny_gemm(monkeypatch):
     ],
     ids=" ".join,
 )
-def test_ragged_reports_every_case_with_its_time_or_why_there_is_none(implementations, capsys):
+def test_ragged_reports_every_case_with_its_time_or_why_there_is_none(implementations, report):
     sizes = ["--rows", "256", "--widths", "32", "64", "--sizes", "skewed", "--policies", "wgrad"]
-    ragged.main([*sizes, "--rounds", "1", "--implementations", *implementations])
-    *lines, record = capsys.readouterr().out.strip().splitlines()
-    records = json.loads(record)["records"]
+    lines, found = report(ragged, *sizes, "--rounds", "1", "--implementations", *implementations)
+    records = found["records"]
     timed = [r["name"] for r in records if "absent" not in r]
     assert [f"mxjax wgrad, {name}" for name in implementations] == [n for n in timed if "mxjax" in n]
     assert all(sum(r["sizes"]) == 256 and len(r["sizes"]) == 8 for r in records)
@@ -153,12 +147,10 @@ def test_ragged_reports_every_case_with_its_time_or_why_there_is_none(implementa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tiny_gemm")
-def test_gemm_times_every_candidate_and_writes_the_fastest(capsys, tmp_path):
-    tune_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])
-    lines, report = printed(capsys)
-    assert set(report) == HEADER
-    records = report["records"]
+def test_gemm_times_every_candidate_and_writes_the_fastest(report, tmp_path, monkeypatch):
+    monkeypatch.setitem(dot.LINEARS, "tiny", (256, 64))
+    lines, found = report(tune_gemm, *GEMM, "--table", str(tmp_path / "tiles.json"))
+    records = found["records"]
     assert [r["by"] for r in records] == ["jnp.dot, bfloat16", "jnp.dot, FP8", "mxjax", "mxjax"]
     assert all(0 < r["p10"] <= r["median"] <= r["p90"] for r in records)
     table = json.loads((tmp_path / "tiles.json").read_text())
@@ -168,8 +160,8 @@ def test_gemm_times_every_candidate_and_writes_the_fastest(capsys, tmp_path):
     assert any("tile table: " in line for line in lines)
 
 
-@pytest.mark.usefixtures("tiny_gemm")
-def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
+def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, report, tmp_path):
+    monkeypatch.setitem(dot.LINEARS, "tiny", (256, 64))
     right = tune_gemm.launch
 
     def wrong(*operands_and_more):
@@ -178,22 +170,17 @@ def test_gemm_times_no_candidate_with_wrong_bits(monkeypatch, capsys, tmp_path):
         return y.at[0, 3, 5].set(jnp.nan) if tiles.m == 64 else y
 
     monkeypatch.setattr(tune_gemm, "launch", wrong)
-    with pytest.raises(
-        SystemExit, match=r"failed: tiny\.fprop, 64x64x256.*: AssertionError: 1 of 4096 elements are wrong"
-    ):
-        tune_gemm.main([*GEMM, "--table", str(tmp_path / "tiles.json")])
-    _, report = printed(capsys)
-    assert [set(r) for r in report["records"] if r["by"] == "mxjax"][1] >= {"absent"}
+    failed = r"failed: tiny\.fprop, 64x64x256.*: AssertionError: 1 of 4096 elements are wrong"
+    _, found = report(tune_gemm, *GEMM, "--table", str(tmp_path / "tiles.json"), failed=failed)
+    assert [set(r) for r in found["records"] if r["by"] == "mxjax"][1] >= {"absent"}
     [entry] = json.loads((tmp_path / "tiles.json").read_text())["gemms"]
     assert entry["tile"][0] == 128
 
 
 @pytest.mark.slow
-def test_attention_times_every_candidate_and_the_whole(capsys):
-    attention.main(["--shapes", "1x19x2x1x64", "--rounds", "1", "--commit", "abc"])
-    lines, report = printed(capsys)
-    assert set(report) == HEADER
-    timed = [(r["which"], r["by"]) for r in report["records"] if "absent" not in r]
+def test_attention_times_every_candidate_and_the_whole(report):
+    lines, found = report(attention, "--shapes", "1x19x2x1x64", *ONCE)
+    timed = [(r["which"], r["by"]) for r in found["records"] if "absent" not in r]
     passes = ("forward", "forward and backward")
     whole = [(which, by) for which in passes for by in ("xla", "mxjax")]
     whole += [(which, "mxjax") for which in passes * 4]  # causal, documents, two windows
@@ -210,20 +197,25 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch):
 
 
 @pytest.mark.slow
-def test_context_times_every_way_to_share_a_sequence(capsys):
-    context.main(["--shapes", "1x64x2x1x64", "--rounds", "1", "--commit", "abc"])
-    _, report = printed(capsys)
-    assert set(report) == HEADER | {"devices"}
+def test_context_times_every_way_to_share_a_sequence(report):
+    _, found = report(context, "--shapes", "1x64x2x1x64", *ONCE)
+    assert "devices" in found
     ways = ("one device", "ring", "all-gather", "all-to-all")
-    timed = [(r["which"], r["by"]) for r in report["records"] if "absent" not in r]
+    timed = [(r["which"], r["by"]) for r in found["records"] if "absent" not in r]
     assert timed == [(which, by) for which in ("forward", "forward and backward") for by in ways]
 
 
-@pytest.mark.parametrize("shape", ["2x64x2x1x64", "1x63x2x1x64"])
-def test_context_refuses_what_devices_cannot_share(shape, capsys):
+@pytest.mark.parametrize(
+    ("benchmark", "shape", "message"),
+    [
+        *((context, shape, "--shapes needs one sequence, of a multiple of 2 tokens") for shape in UNEVEN),
+        *((attention, shape, repr(shape)) for shape in ("1x33", "1x33x3x2x64", "1x33x2x1x96", "axb")),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(benchmark, shape, message, capsys):
     with pytest.raises(SystemExit):
-        context.main(["--shapes", shape])
-    assert "--shapes needs one sequence, of a multiple of 2 tokens" in capsys.readouterr().err
+        benchmark.main(["--shapes", shape])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", range(3))
@@ -253,13 +245,6 @@ def test_the_reference_of_attention_has_the_gradients_of_jax():
         dq, dk, dv = vjp(dout.astype(jnp.float32))
     for name, found in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
         np.testing.assert_allclose(wanted[name], found, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", ["1x33", "1x33x3x2x64", "1x33x2x1x96", "axb"])
-def test_attention_refuses_shapes_that_the_kernels_do_not_take(shape, capsys):
-    with pytest.raises(SystemExit):
-        attention.main(["--shapes", shape])
-    assert repr(shape) in capsys.readouterr().err
 
 
 def test_measure_waits_for_the_last_call_alone():

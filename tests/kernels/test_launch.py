@@ -7,7 +7,7 @@ import os
 import zlib
 
 import pytest
-from support.programs import TESTS, run_compiled
+from support.programs import TESTS, fields_of, run_compiled
 from support.rocm import install_extension
 
 import mxjax
@@ -16,17 +16,16 @@ from mxjax.kernels.call_message import MachineCode, encode_call
 pytestmark = pytest.mark.slow
 
 LDS = 160 * 1024  # bytes of a compute unit of gfx950
-AMDGPU, CUDA = 224, 190  # machines in an ELF file's header
+AMDGPU = 224  # a machine in an ELF file's header
 
 
 LOWER = """
 import hashlib, json, sys
-import mxjax
 from mxjax.runtime.devices import Target
 from support.programs import calls_of, lower_dot, targets_of
 
 backend, arch, *policies = sys.argv[1:]
-for policy in policies or mxjax.policies():
+for policy in policies:
     text = lower_dot(Target(backend, arch), policy).as_text()
     calls = [
         {
@@ -47,7 +46,6 @@ for policy in policies or mxjax.policies():
     said = {"policy": policy, "program": program, "calls": calls, "targets": sorted(targets_of(text))}
     print(json.dumps(said))
 """
-THREE = ("quantize_kernel", "quantize_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel", "gemm_kernel")
 
 
 def lower(backend, arch, *policies, **environment):
@@ -64,52 +62,6 @@ def rocm_program():
 
 
 EVERY = pytest.param((), marks=pytest.mark.exhaustive)
-
-
-@pytest.mark.exhaustive
-def test_every_policy_lowers_for_rocm():
-    """With machine code; `test_every_policy` lowers without, and `test_rocm_programs` runs some."""
-    programs = lower("hip", "gfx950")
-    assert len(programs) == len(mxjax.policies())
-    for program in programs:
-        assert program["targets"] in ([], ["triton_kernel_call_ffi"]), program["policy"]
-        for call in program["calls"]:
-            assert (call["machine"], call["capability"]) == (AMDGPU, 0), program["policy"]
-            assert call["shared"] <= LDS
-    [paper] = [p for p in programs if p["policy"] == "wgrad_hadamard"]
-    assert tuple(call["name"] for call in paper["calls"]) == THREE
-
-
-LLAMA = """
-import hashlib, json
-import jax, jax.numpy as jnp
-from models import decoder
-from mxjax.runtime.devices import Target, use_target
-from support.llamas import SMALL, layer_policies
-from support.programs import calls_of, targets_of
-
-def loss(params, batch, key):
-    return decoder.mean_loss(SMALL, params, batch, policies=policies, key=key)
-
-policies = layer_policies(SMALL, "wgrad_hadamard")
-batch, key = jax.ShapeDtypeStruct((2, 65), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-with use_target(Target("hip", "gfx950")):
-    traced = jax.jit(jax.value_and_grad(loss)).trace(decoder.abstract_params(SMALL), batch, key)
-    text = traced.lower(lowering_platforms=("rocm",)).as_text()
-calls, digest = calls_of(text), hashlib.sha256(text.encode()).hexdigest()
-print(json.dumps([len(calls), len({c.image for c in calls}), sorted(targets_of(text)), digest]))
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_llama_lowers_to_the_same_program_in_another_process():
-    first, second = (json.loads(run_compiled(LLAMA, PYTHONHASHSEED=seed)) for seed in "17")
-    assert first == second
-    calls, images, targets, _ = first
-    assert (calls, targets) == (24, ["triton_kernel_call_ffi"])
-    assert images < calls
-
-
 EVERY_GEMM = r"""
 import dataclasses, json, re, sys
 import jax, jax.numpy as jnp
@@ -197,23 +149,17 @@ def test_kernels_for_cuda_serve_any_number_of_rows(counts):
     assert counts[3:] == [4]
 
 
-@pytest.mark.exhaustive
-def test_programs_are_the_same_in_every_process(rocm_program, tmp_path):
-    """Whatever seeds Python's hashes, wherever it runs, and whether Triton's cache has the kernels."""
-    environment = {
-        "PYTHONHASHSEED": "7",
-        "TMPDIR": str(tmp_path),
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    [again] = lower("hip", "gfx950", "wgrad_rht", **environment)
-    assert again == rocm_program
-    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
-
-
-def test_a_program_is_the_same_when_it_is_lowered_again(rocm_program):
-    """Also after others, by the same process."""
-    _, first, second = lower("hip", "gfx950", "wgrad", "wgrad_rht", "wgrad_rht")
+@pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_a_program_is_the_same_when_it_is_lowered_again(rocm_program, tmp_path, cached):
+    """In another process, after others, wherever it runs, and whether or not Triton's cache has kernels."""
+    environment = {"PYTHONHASHSEED": "7", "TMPDIR": str(tmp_path)}
+    environment |= {} if cached else {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    _, first, second = lower("hip", "gfx950", "wgrad", "wgrad_rht", "wgrad_rht", **environment)
     assert first == second == rocm_program
+    assert [p.name for p in tmp_path.iterdir()] == ([] if cached else ["cache"])
+    for call in rocm_program["calls"]:
+        assert (call["machine"], call["capability"]) == (AMDGPU, 0)
+        assert call["shared"] <= LDS
 
 
 def test_transformations_of_calls():
@@ -222,6 +168,20 @@ def test_transformations_of_calls():
     assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
     assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
     assert "double_kernel takes pointers to x, y; it was called with 3 arrays" in said["arrays"]
+
+
+def test_the_message_of_a_kernel_for_cuda():
+    """Scratch memory is an array after the sizes, and jaxlib is not told to allocate it."""
+    code = MachineCode(b"\x7fELF", "kernel", 8, 100_000, 300, 128, 90)
+    call = fields_of(fields_of(zlib.decompress(encode_call(code, (1,), 1, (768, 0))))[1][0])
+    kernel = fields_of(call[1][0])
+    assert not {12, 13} & kernel.keys()
+    assert kernel[4] == [hashlib.sha256(code.image).hexdigest().encode()]  # in place of PTX
+    assert kernel[6] == [90]  # compute capability
+    array, *sizes, scratch = (fields_of(parameter) for parameter in call[5])
+    assert fields_of(array[1][0]) == {2: [16]}  # aligned to 16 bytes
+    assert sizes == [{3: [768]}, {3: [0]}]  # int32
+    assert fields_of(scratch[1][0]) == {2: [128]}
 
 
 LAUNCH = """

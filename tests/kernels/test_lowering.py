@@ -81,19 +81,11 @@ def test_lowers_for_cuda_without_a_gpu():
 
 
 DOT = r"""
-import collections
-import dataclasses
-import functools
-import json
-import re
-import sys
-import zlib
-import jax
-import jax.numpy as jnp
+import collections, dataclasses, json, re, sys
 import mxjax
-from mxjax.runtime.devices import Target, use_target
 from mxjax.kernels import lowering
-
+from mxjax.runtime.devices import Target
+from support.programs import calls_of, lower_dot
 
 # Kernels that are traced and never lowered, as of the products without gradients, need not be compiled.
 lowering.start_traced = lambda: None
@@ -101,94 +93,42 @@ lowering.start_traced = lambda: None
 ONLY_WGRAD = dataclasses.replace(mxjax.get_policy("fp8"), wgrad=mxjax.Gemm())
 
 
-def all_three(policy, implementation, x, w, dy, key):
-    policy = ONLY_WGRAD if policy == "only_wgrad" else policy
-    dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation=implementation)
-    y, vjp = jax.vjp(dot, x, w)
-    return y, vjp(dy)
-
-
-def unescape(escaped):
-    return escaped if escaped == b"\\" else bytes.fromhex(escaped.decode())
-
-
-def kernel_of(call):
-    # MLIR escapes the bytes of a compressed message with the kernel's name and machine code.
-    [text] = re.findall(r'opaque = "(.*?)"', call)
-    data = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: unescape(m[1]), text.encode())
-    names = rb"(quantize_pairs|quantize|cast|gemm|carry_both|sift|correct|draw)_kernel"
-    return re.search(names, zlib.decompress(data))[0].decode()
-
-
 def lower(arch, policy, implementation):
-    with use_target(Target("cuda", arch)):
-        traced = jax.jit(functools.partial(all_three, policy, implementation)).trace(
-            # Of one size, so that products of one kind share a kernel; the builds have others.
-            jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16),
-            jax.ShapeDtypeStruct((128, 128), jnp.float32),
-            jax.ShapeDtypeStruct((2, 64, 128), jnp.float32),
-            jax.eval_shape(lambda: jax.random.key(0)),
-        )
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "custom_call @triton_kernel_call" in line]
+    policy = ONLY_WGRAD if policy == "only_wgrad" else policy
+    text = lower_dot(Target("cuda", arch), policy, implementation).as_text()
     products = re.findall(r"dot_general .*?: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", text)
     return {
-        "kernels": collections.Counter(map(kernel_of, calls)),
+        "kernels": collections.Counter(call.name for call in calls_of(text)),
         "products": sorted(set(" ".join(pair) for pair in products)),
         "choices": text.count("stablehlo.case") + text.count("stablehlo.if"),
         "scaled_dots": text.count('stablehlo.composite "xla.scaled_dot"'),
     }
 
 
-wanted = json.loads(sys.argv[1])
-print(json.dumps([lower(*arguments) for arguments in wanted]))
+print(json.dumps([lower(*arguments) for arguments in json.loads(sys.argv[1])]))
 """
-FP8 = {
-    # Fprop, Dgrad (the gradient on the left, its rows sifted), Wgrad (on the right); none falls back to XLA.
-    "kernels": {"quantize_kernel": 3, "carry_both_kernel": 3, "sift_kernel": 1, "correct_kernel": 3},
-    "products": ["f8E4M3FN f8E4M3FN", "f8E4M3FN f8E5M2", "f8E5M2 f8E4M3FN"],
-    "choices": 0,
-    "scaled_dots": 0,
-}
-TRITON = {
-    "kernels": {"quantize_kernel": 3, "gemm_kernel": 3},
-    "products": [],
-    "choices": 0,
-    "scaled_dots": 0,
-}
+
+
+def program(products=(), scaled_dots=0, **kernels):
+    """Returns what a program has; none chooses between a kernel and XLA."""
+    kernels = {f"{name}_kernel": count for name, count in kernels.items()}
+    return {"kernels": kernels, "products": [*products], "choices": 0, "scaled_dots": scaled_dots}
+
+
+IN_FP8 = ("f8E4M3FN f8E4M3FN", "f8E4M3FN f8E5M2", "f8E5M2 f8E4M3FN")
+# Fprop, Dgrad (the gradient on the left, its rows sifted), Wgrad (on the right); none falls back to XLA.
+FP8 = program(IN_FP8, quantize=3, carry_both=3, sift=1, correct=3)
+TRITON = program(quantize=3, gemm=3)
 # The products in XLA's own decomposition of a scaled dot.
-SCALED_DOT = {
-    "kernels": {"quantize_kernel": 3},
-    "products": ["bf16 bf16"],
-    "choices": 0,
-    "scaled_dots": 3,
-}
+SCALED_DOT = program(["bf16 bf16"], 3, quantize=3)
 # The values are too large to keep: x and w are quantized once more for the backward pass.
-XLA = {"kernels": {"quantize_kernel": 5}, "products": ["bf16 bf16"], "choices": 0, "scaled_dots": 0}
-
-
+XLA = program(["bf16 bf16"], quantize=5)
 # Rungs between FP8 and MXFP4: the kernel quantizes every MXFP4 operand, whatever else reads its tensor.
 MIXED = {
-    policy: {
-        "kernels": {"quantize_kernel": operands},
-        "products": ["bf16 bf16"],
-        "choices": 0,
-        "scaled_dots": 0,
-    }
+    policy: program(["bf16 bf16"], quantize=operands)
     for policy, operands in {"fprop": 2, "fprop_dgrad": 4, "only_wgrad": 2}.items()
 }
-ONLY_WGRAD_FP8 = {
-    "kernels": {
-        "cast_kernel": 3,
-        "quantize_kernel": 1,
-        "quantize_pairs_kernel": 1,
-        "carry_both_kernel": 1,
-        "correct_kernel": 1,
-    },
-    "products": FP8["products"],
-    "choices": 0,
-    "scaled_dots": 0,
-}
+ONLY_WGRAD_FP8 = program(IN_FP8, cast=3, quantize=1, quantize_pairs=1, carry_both=1, correct=1)
 
 
 def on_hopper(expected):

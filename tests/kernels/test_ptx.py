@@ -14,7 +14,7 @@ SHARED_BYTES = {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 """Shared memory that a program can have. Source: CUDA C++ Programming Guide, technical specifications."""
 TO_BFLOAT16 = "cvt.rn.bf16x2.f32"
 IN_BFLOAT16 = {  # an element times its scale, which is exact
-    *("fma.rn.bf16", "fma.rn.bf16x2", "mul.rn.bf16", "mul.rn.bf16x2"),
+    *("fma.rn.bf16", "fma.rn.bf16x2", "mul.rn.bf16", "mul.rn.bf16x2")
 }
 BFLOAT16 = {
     "sm_90": "wgmma.mma_async f32.bf16.bf16",

@@ -1,14 +1,14 @@
-"""Which recipes are variants of others."""
+"""Arrays that recipes' own code gave, which tests/golden has."""
 
-VARIANTS = frozenset(
-    {
-        "nvfp4_te",
-        "nvfp4_unclipped",
-        "four_over_six_mae",
-        "ue5m3_no_tensor_scale",
-        "lumen_dequantized",
-        "ms_fp4_clip",
-        "uniform4_fp32",
-    }
-)
-"""Recipes that differ little from another, which the shorter runs of tests take instead."""
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@functools.cache
+def golden(name):
+    """Returns the arrays of tests/golden/NAME.npz."""
+    with np.load(pathlib.Path(__file__).parents[1] / "golden" / f"{name}.npz") as file:
+        return {key: jnp.asarray(file[key]) for key in file if key != "versions"}

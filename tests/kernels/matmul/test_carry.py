@@ -159,7 +159,7 @@ def test_a_lost_row_may_be_the_first_or_the_last(blocks):
         (6, ("e4m3", "e5m2")),
         (6, ("e5m2", "e4m3")),
         (6, ("e4m3", "e4m3")),
-        pytest.param(257, ("e5m2", "e4m3"), marks=pytest.mark.slow),
+        pytest.param(257, ("e5m2", "e4m3"), marks=pytest.mark.exhaustive),
     ],
 )
 def test_both_operands_of_a_product_are_carried_by_one_launch(blocks, carriers):

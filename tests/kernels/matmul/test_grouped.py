@@ -186,11 +186,16 @@ def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implemen
 
 @pytest.mark.slow
 def test_one_program_takes_any_sizes():
+    """Also mapped, one after another."""
     x, w, dy = (jnp.round(4 * t.astype(jnp.float32)) / 4 for t in tensors(150))
-    options = {"policy": "wgrad", "implementation": "fp8_carriers"}
-    for sizes in [(0, 150, 0), (0, 0, 0), (17, 1, 110)]:
-        found = products(x, w, dy, jnp.array(sizes), **options)
-        assert_same(found, products(x, w, dy, jnp.array(sizes), **options | {"implementation": "xla"}))
+    run = functools.partial(products, x, w, dy, policy="wgrad")
+    sizes = jnp.array([(0, 150, 0), (0, 0, 0), (17, 1, 110)])
+    found = [run(each, implementation="fp8_carriers") for each in sizes]
+    for each, got in zip(sizes, found, strict=True):
+        assert_same(got, run(each, implementation="xla"))
+    mapped = jax.vmap(functools.partial(run, implementation="fp8_carriers"))(sizes[1:])
+    for i, got in enumerate(found[1:]):
+        assert_same([t[i] for t in mapped], got)
 
 
 @pytest.mark.slow
@@ -205,16 +210,6 @@ def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
     assert takes_filled(x, uses, at.run, at.experts.size * at.run)
     wanted = [pack_by_definition(r.filled(x), use) for use in uses]
     assert_same(jax.tree.leaves(quantize_filled(x, uses, at)), jax.tree.leaves(wanted))
-
-
-@pytest.mark.slow
-def test_vmap_multiplies_one_after_another():
-    x, w, dy = tensors(150)
-    sizes = jnp.array([[100, 0, 40], [0, 150, 0]])
-    run = functools.partial(products, policy="wgrad", implementation="fp8_carriers")
-    mapped = jax.vmap(lambda sizes: run(x, w, dy, sizes))(sizes)
-    for i in range(2):
-        assert_same([t[i] for t in mapped], run(x, w, dy, sizes[i]))
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter sums by numpy")

@@ -55,7 +55,7 @@ def exact_product(lhs: KernelOperand, rhs: KernelOperand):
     [
         (2, "bfloat16", 60, 8),
         (6, "float32", 90, 24),
-        pytest.param(65, "bfloat16", 60, 8, marks=pytest.mark.slow),
+        pytest.param(65, "bfloat16", 60, 8, marks=pytest.mark.exhaustive),
     ],
 )
 def test_rows_are_left_where_the_lost_part_is_below_rounding(blocks, dtype, below, bits):

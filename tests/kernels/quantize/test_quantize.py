@@ -1,5 +1,6 @@
 """The quantizer kernel against the definitions in `mxjax`, bit for bit, and against torchao and gfloat."""
 
+import contextlib
 import pathlib
 
 import gfloat
@@ -8,23 +9,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import triton
-import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import oracles
 from support.quantizer import DTYPES, assert_as_defined, draw_tensor
 
-import mxjax
-from mxjax.kernels.device.hadamard import rotate_groups
-from mxjax.kernels.device.philox import random_halves
-from mxjax.kernels.launch import triton_call
 from mxjax.kernels.quantize import launches, quantizer
 from mxjax.kernels.quantize.quantizer import quantize_operands
 from mxjax.numerics.operand import Operand
-from mxjax.numerics.philox import random_uint16
+from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
+from mxjax.products.gradients import gradient_by_definition, through_quantization
 from mxjax.runtime.devices import Target
 
 RULES = ("floor", "even", "uos", "rceil", "ceil")
@@ -50,6 +46,7 @@ shapes = st.tuples(st.lists(st.integers(1, 2), max_size=2), st.integers(1, 80), 
 tensors = (shapes, st.sampled_from(["normal", "wide", "special", "grid"]), st.sampled_from(sorted(DTYPES)))
 wanted = st.one_of(st.tuples(rows), st.tuples(columns), st.tuples(rows, columns))
 
+NVIDIA = Target("cuda", "sm_90")
 ROWS, COLUMNS, ROWS_H16 = OperandUse(-1), OperandUse(-2), OperandUse(-1, rotation=Rotation(16))
 COLUMNS_H16 = OperandUse(-2, rotation=Rotation(16))
 COLUMNS_H64 = OperandUse(-2, rotation=Rotation(64, "redrawn"))
@@ -59,61 +56,55 @@ SQUARE_ROWS = OperandUse(-1, Operand(block_shape=(32, 32)))
 SQUARE_COLUMNS_H128 = OperandUse(-2, Operand(block_shape=(32, 32)), Rotation(128))
 
 
-def check_options(shape, kind, dtype, inputs, form, seed):
-    x = draw_tensor(np.random.default_rng(seed), shape, kind, dtype)
-    assert_as_defined(x, *inputs, form=form, seed=seed)
-
-
-@pytest.fixture(scope="module")
-def nvidia_tiles():
-    """Makes the kernel take the tiles of NVIDIA GPUs, with groups of 32 mostly, in the interpreter too."""
+@contextlib.contextmanager
+def tiles_of(target):
+    """Makes the kernel take a target's tiles, if any, in the interpreter too; NVIDIA's have groups of 32."""
     tile = launches._tile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "_tile", lambda _, *args: tile(Target("cuda", "sm_90"), *args))
+        if target:
+            patch.setattr(launches, "_tile", lambda _, *args: tile(target, *args))
         quantizer._quantizer.cache_clear()
         yield
     quantizer._quantizer.cache_clear()
 
 
-@pytest.mark.slow
-@settings(max_examples=15)
-@given(*tensors, wanted, forms, st.integers(0, 2**16))
-@example((1, 1), "normal", "bfloat16", (ROWS, COLUMNS), "packed", 0)
-@example((2, 1, 33), "normal", "float32", (ROWS, COLUMNS_H16), "packed", 0)
-def test_any_options(shape, kind, dtype, inputs, form, seed):
-    check_options(shape, kind, dtype, inputs, form, seed)
+def with_any_options(max_examples, *examples, tiles=None):
+    """Returns a test of so many examples, and of these."""
+
+    def check(shape, kind, dtype, inputs, form, seed):
+        x = draw_tensor(np.random.default_rng(seed), shape, kind, dtype)
+        with tiles_of(tiles):
+            assert_as_defined(x, *inputs, form=form, seed=seed)
+
+    for case in examples:
+        check = example(*case)(check)
+    return settings(max_examples=max_examples)(given(*tensors, wanted, forms, st.integers(0, 2**16))(check))
 
 
-@pytest.mark.exhaustive
-@settings(max_examples=50)
-@given(*tensors, wanted, forms, st.integers(0, 2**16))
-@example((130, 140), "wide", "bfloat16", (ROWS_H128, COLUMNS_H128), "packed", 0)
-@example((33, 65), "special", "float32", (ROWS, COLUMNS_H128), "bf16", 0)
-def test_any_options_at_length(shape, kind, dtype, inputs, form, seed):
-    check_options(shape, kind, dtype, inputs, form, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nvidia_tiles")
-@settings(max_examples=2)
-@given(*tensors, wanted, forms, st.integers(0, 2**16))
-@example((2, 33, 70), "normal", "float32", (ROWS, COLUMNS_H64), "packed", 0)
-@example((17, 600), "wide", "bfloat16", (ROWS_H16,), "packed", 0)
-@example((5, 1100), "wide", "bfloat16", (ROWS_H16,), "packed", 0)
-@example((33, 70), "normal", "bfloat16", (SQUARE_ROWS,), "packed", 0)
-@example((33, 40), "normal", "bfloat16", (SQUARE_COLUMNS_H128,), "packed", 0)
-def test_nvidia_tiles(shape, kind, dtype, inputs, form, seed):
-    check_options(shape, kind, dtype, inputs, form, seed)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("nvidia_tiles")
-@settings(max_examples=30)
-@given(*tensors, wanted, forms, st.integers(0, 2**16))
-@example((130, 140), "wide", "bfloat16", (ROWS_H128, COLUMNS_H128), "packed", 0)
-@example((33, 65), "special", "float32", (ROWS, COLUMNS_H128), "bf16", 0)
-def test_nvidia_tiles_at_length(shape, kind, dtype, inputs, form, seed):
-    check_options(shape, kind, dtype, inputs, form, seed)
+LONG = [
+    ((130, 140), "wide", "bfloat16", (ROWS_H128, COLUMNS_H128), "packed", 0),
+    ((33, 65), "special", "float32", (ROWS, COLUMNS_H128), "bf16", 0),
+]
+test_any_options = pytest.mark.slow(
+    with_any_options(
+        15,
+        ((1, 1), "normal", "bfloat16", (ROWS, COLUMNS), "packed", 0),
+        ((2, 1, 33), "normal", "float32", (ROWS, COLUMNS_H16), "packed", 0),
+    )
+)
+test_nvidia_tiles = pytest.mark.slow(
+    with_any_options(
+        2,
+        ((2, 33, 70), "normal", "float32", (ROWS, COLUMNS_H64), "packed", 0),
+        ((17, 600), "wide", "bfloat16", (ROWS_H16,), "packed", 0),
+        ((5, 1100), "wide", "bfloat16", (ROWS_H16,), "packed", 0),
+        ((33, 70), "normal", "bfloat16", (SQUARE_ROWS,), "packed", 0),
+        ((33, 40), "normal", "bfloat16", (SQUARE_COLUMNS_H128,), "packed", 0),
+        tiles=NVIDIA,
+    )
+)
+test_any_options_at_length = pytest.mark.exhaustive(with_any_options(50, *LONG))
+test_nvidia_tiles_at_length = pytest.mark.exhaustive(with_any_options(30, *LONG, tiles=NVIDIA))
 
 
 @pytest.mark.parametrize(
@@ -234,56 +225,50 @@ def test_gfloat(rule):
     np.testing.assert_array_equal(oracles.bits(decoded), oracles.bits(values))
 
 
-# --- the parts
+# --- the rule `quest`, and gradients through a quantization that clips
 
 
-@triton.jit
-def halves_kernel(key, out, GROUPS: tl.constexpr, OTHER: tl.constexpr):
-    group, other = tl.arange(0, GROUPS)[:, None], tl.arange(0, OTHER)[None, :]
-    zero = tl.zeros([GROUPS, OTHER], tl.uint32)
-    counter, row = zero + group.to(tl.uint32), zero + other.to(tl.uint32)
-    halves = random_halves(counter, row, tl.load(key), tl.load(key + 1), False)
-    for i in tl.static_range(8):
-        tl.store(out + (other * GROUPS + group) * 8 + i, halves[i].to(tl.int32))
+@pytest.mark.parametrize("tiles", [None, NVIDIA], ids=["own", "nvidia"])
+@pytest.mark.parametrize("kind", ["normal", "special"])
+def test_quest(kind, tiles):
+    x = np.array(draw_tensor(np.random.default_rng(2), (70, 100), kind, "bfloat16"))
+    x[:, 32:64] = x[:, 32:33]  # their deviation is zero
+    x[40:48] *= 2.0**120  # their sums of squares overflow
+    x, quest = jnp.asarray(x), Operand(scale_rule="quest")
+    drawn = Operand(scale_rule="quest", rounding="stochastic", prescale=0.75)
+    for form in ("packed", "bf16"):
+        with tiles_of(tiles):
+            assert_as_defined(x, OperandUse(-1, quest), OperandUse(-2, quest), form=form)
+            assert_as_defined(x, OperandUse(-1, quest, Rotation(32)), form=form)
+            assert_as_defined(x, OperandUse(-1, drawn), OperandUse(-2, quest, Rotation(16)), form=form)
 
 
-def test_philox():
-    key = jax.random.key(6)
-    out = jax.ShapeDtypeStruct((16, 64), jnp.int32)
-    words = jax.random.bits(key, (2,), jnp.uint32)
-    [halves] = triton_call(halves_kernel, words, out=[out], grid=(1,), GROUPS=8, OTHER=16)
-    np.testing.assert_array_equal(halves, random_uint16(key, (16, 64)))
+@pytest.mark.parametrize(
+    ("axis", "shape", "size", "rule", "dtype"),
+    [
+        (-1, (2, 9, 544), 32, "quest", "bfloat16"),
+        (-1, (8, 512), 32, "quest", "float32"),
+        (-1, (33, 512), None, "even", "bfloat16"),
+        (-2, (2, 96, 70), 32, "quest", "float32"),
+        (-2, (64, 64), 16, "quest", "bfloat16"),
+        (-2, (64, 70), None, "even", "float32"),
+    ],
+)
+def test_clipped_gradients(axis, shape, size, rule, dtype):
+    rng, seen = np.random.default_rng(0), Operand(source="dequantized")
+    x = draw_tensor(rng, shape, "special", "bfloat16")
+    raw = draw_tensor(rng, shape, "normal", "float32")
+    factors = tuple(
+        jnp.exp2(jnp.asarray(rng.integers(-9, 9, (*shape[:-2], n)), jnp.float32)) for n in shape[-2:]
+    )
+    use = OperandUse(axis, Operand(scale_rule=rule, gradient="clipped"), Rotation(size) if size else None)
 
-
-@triton.jit
-def rotate_kernel(
-    x,
-    out,
-    SIZE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
-):
-    at = tl.arange(0, OTHER)[None, :] * (GROUPS * GROUP) + tl.arange(0, GROUPS)[:, None] * GROUP
-    xs = ()
-    for i in tl.static_range(GROUP):
-        xs = xs + (tl.load(x + at + i),)  # noqa: RUF005
-    ys = rotate_groups(xs, SIZE, GROUP, GROUPS, OTHER, FACTOR)
-    for i in tl.static_range(GROUP):
-        tl.store(out + at + i, ys[i])
-
-
-@pytest.mark.parametrize("group", [8, 32])
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128])
-def test_butterfly(size, group):
-    x = jax.random.normal(jax.random.key(7), (8, 128))
-    constants = {
-        "SIZE": size,
-        "GROUP": group,
-        "GROUPS": 128 // group,
-        "OTHER": 8,
-        "FACTOR": float(np.float32(size**-0.5)),
-    }
-    [y] = triton_call(rotate_kernel, x, out=[jax.ShapeDtypeStruct(x.shape, x.dtype)], grid=(1,), **constants)
-    np.testing.assert_array_equal(oracles.bits(y), oracles.bits(mxjax.rotate(x, size)))
+    for product in (Product(raw), Product(raw, factors)):
+        found = jax.jit(lambda p, x: through_quantization(p, x, use, seen, jnp.dtype(dtype)))(product, x)
+        with jax.default_device(jax.devices("cpu")[0]):
+            product, on_cpu = jax.tree.map(jnp.asarray, jax.device_get((product, x)))
+            expected = jax.jit(lambda g, x: gradient_by_definition(g, x, use, seen).astype(dtype))
+            expected = expected(product.value(jnp.float32), on_cpu)
+        assert found.dtype == expected.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+        assert size or 0.001 < np.mean(np.asarray(found) == 0) < 0.6

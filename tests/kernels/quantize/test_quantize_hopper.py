@@ -29,6 +29,7 @@ ROWS_DRAWN, DRAWN = (
     OperandUse(axis, Operand(rounding="stochastic"), key=jax.random.key(3 - axis)) for axis in (-1, -2)
 )
 COLUMNS = [PLAIN, OperandUse(-2, Operand(block_shape=32), Rotation(4)), H16, DRAWN]
+KEYS = jax.random.split(jax.random.key(4), 2)
 HOPPER = Target("cuda", "sm_90")
 ELSEWHERE = [INTERPRETER, Target("cuda", "sm_89"), Target("cuda", "sm_100"), Target("hip", "gfx950")]
 
@@ -171,28 +172,22 @@ def test_a_part_draws_the_bits_of_its_place():
         np.testing.assert_array_equal(scales[0], np.asarray(y.scales)[1:, rows, columns.start // 4 :])
 
 
-@pytest.mark.slow
-def test_vmap_of_keys():
-    x = draw_tensor(np.random.default_rng(10), (2, 48, 40), "normal", "bfloat16")
+@pytest.mark.parametrize(
+    "pair", [(ROWS, H16), pytest.param((ROWS_DRAWN, DRAWN), marks=pytest.mark.slow)], ids=["nearest", "drawn"]
+)
+def test_vmap(pair):
+    """Of a tensor and a key, or of keys alone."""
+    xs, keys = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16"), KEYS
 
-    def quantize(key):
-        return quantize_operands(x, [use._replace(key=key) for use in (ROWS_DRAWN, DRAWN)])
+    def quantize(x, key):
+        return quantize_operands(x, [use._replace(key=key if use.key is not None else None) for use in pair])
 
-    keys = jax.random.split(jax.random.key(4), 3)
-    got = jax.vmap(quantize)(keys)
+    drawn = pair[0] is ROWS_DRAWN
+    got = jax.vmap(quantize, (None if drawn else 0, 0))(xs[0] if drawn else xs, keys)
     for i, key in enumerate(keys):
-        for y, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(quantize(key)), strict=True):
-            np.testing.assert_array_equal(y[i], wanted)
-
-
-def test_vmap():
-    xs = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16")
-    got = jax.vmap(lambda x: quantize_operands(x, [ROWS, H16]))(xs)
-    for i in range(2):
-        for y, wanted in zip(
-            jax.tree.leaves(got), jax.tree.leaves(quantize_operands(xs[i], [ROWS, H16])), strict=True
-        ):
-            np.testing.assert_array_equal(y[i], wanted)
+        wanted = quantize(xs[0] if drawn else xs[i], key)
+        for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(y[i], z)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64), (0, 8, 64)])
@@ -207,8 +202,10 @@ def test_nothing_to_quantize(shape):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param("sorted", marks=pytest.mark.slow), pytest.param("shuffled", marks=pytest.mark.exhaustive)],
+)
 def test_all_bit_patterns(order):
     """Sorted, each is among the largest of its blocks; shuffled, it is beside any other finite one."""
     patterns = np.arange(2**16, dtype=np.uint16)
@@ -237,11 +234,7 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
         kernel_of(ROWS_DRAWN, H16, (64, 64)),
         *(
             kernel_of(ROWS, OperandUse(-2, Operand(**options)), (64, 64))
-            for options in (
-                {"scale_rule": "even"},
-                {"prescale": 0.75},
-                {"block_shape": (32, 32)},
-            )
+            for options in ({"scale_rule": "even"}, {"prescale": 0.75}, {"block_shape": (32, 32)})
         ),
         kernel_of(ROWS, PLAIN, (64, 64), form="bf16"),
     ]

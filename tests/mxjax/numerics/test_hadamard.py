@@ -1,14 +1,20 @@
-"""The blockwise Hadamard rotation: scipy's matrix, a fixed order of float32 operations, and its algebra."""
+"""The blockwise Hadamard rotation: scipy's matrix, and a fixed order of float32 operations."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.fft
 import scipy.linalg
 from support import oracles
 
 import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.numerics.hadamard import SIZES, fixed_signs
+from mxjax.numerics.rotations import rotation_matrix
+from mxjax.products.draws import uses_of
 
 
 def gaussian(*shape, seed=0):
@@ -45,14 +51,6 @@ def test_matrix_is_sylvesters(n):
     np.testing.assert_allclose(mxjax.hadamard_matrix(n), expected, rtol=2.0**-23)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_matrix_is_orthogonal_and_symmetric(n):
-    h = np.asarray(mxjax.hadamard_matrix(n), np.float64)
-    np.testing.assert_array_equal(h, h.T)
-    # Off the diagonal the products cancel exactly; on it they add up to n times a rounded 1/n.
-    np.testing.assert_allclose(h @ h.T, np.eye(n), rtol=2.0**-22, atol=0)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_rotate_is_the_documented_butterfly_bit_for_bit(size):
     x = gaussian(3, 2 * size) * np.float32(2) ** np.random.default_rng(1).integers(-9, 9, (3, 2 * size))
@@ -67,11 +65,6 @@ def test_rotate_is_the_matrix_times_each_run(size):
     expected = x.reshape(3, 2, size).astype(np.float64) @ h.T
     # log2(size) additions and one product, each off by at most half an ulp of what is near 4 at most.
     np.testing.assert_allclose(mxjax.rotate(x, size), expected.reshape(x.shape), rtol=0, atol=1e-5)
-
-
-def test_default_size_is_16():
-    x = gaussian(3, 32)
-    np.testing.assert_array_equal(mxjax.rotate(x), mxjax.rotate(x, 16))
 
 
 @pytest.mark.parametrize("axis", [0, 1, -2])
@@ -95,27 +88,6 @@ def test_random_signs_are_balanced_and_follow_the_key():
     assert np.any(signs[:100] != np.asarray(mxjax.random_signs(jax.random.key(1), 100)))
 
 
-@pytest.mark.parametrize("size", [2, 32])
-def test_rotating_twice_gives_x_back(size):
-    x = gaussian(3, 64)
-    np.testing.assert_allclose(mxjax.rotate(mxjax.rotate(x, size), size), x, rtol=0, atol=2e-6)
-
-
-def test_rotation_with_signs_is_undone_as_documented():
-    x, signs = gaussian(3, 64), random_signs(32)
-    back = mxjax.rotate(mxjax.rotate(x, 32, signs=signs), 32) * np.tile(signs, (3, 2))
-    np.testing.assert_allclose(back, x, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("signs", [None, random_signs], ids=["deterministic", "signs"])
-def test_rotating_both_operands_leaves_their_product(signs):
-    x, w = gaussian(8, 256), gaussian(8, 256, seed=1)
-    rotated = [mxjax.rotate(v, 32, signs=signs and signs(32)) for v in (x, w)]
-    product, expected = (np.float64(a) @ np.float64(b).T for a, b in (rotated, (x, w)))
-    # Each rotated element is off by a few 2**-24, and 256 such errors add up at random.
-    np.testing.assert_allclose(product, expected, rtol=0, atol=256**0.5 * 2.0**-20)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rotate_computes_and_returns_float32(dtype):
     x = gaussian(3, 64).astype(dtype)
@@ -136,17 +108,6 @@ def test_a_bad_value_spoils_its_own_run_alone(bad):
     np.testing.assert_array_equal(rotated[~spoilt], clean[~spoilt])
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 24, 512])
-def test_rotate_refuses_a_size_that_is_no_power_of_two(size):
-    with pytest.raises(ValueError, match=f"one of .*256.*, got {size}"):
-        mxjax.rotate(np.ones((2, 1536), np.float32), size)
-
-
-def test_matrix_names_itself_where_it_refuses_a_size():
-    with pytest.raises(ValueError, match=r"hadamard_matrix needs n to be one of .*256.*, got 3"):
-        mxjax.hadamard_matrix(3)
-
-
 X = np.ones((2, 32), np.float32)
 
 
@@ -156,16 +117,83 @@ X = np.ones((2, 32), np.float32)
         (lambda: mxjax.rotate([1.0, 2.0], 2), TypeError, "x to be an array, not list; pass jnp"),
         (lambda: mxjax.rotate(X.astype(np.int32)), TypeError, "floating-point tensor, got int32; cast it"),
         (lambda: mxjax.rotate(np.float32(1), 2), ValueError, "rotate needs an array with an axis"),
-        (lambda: mxjax.rotate(X, 16.0), ValueError, "size to be one of .*, got 16.0"),
+        *(
+            (lambda size=size: mxjax.rotate(X, size), ValueError, f"size to be one of .*256.*, got {size}")
+            for size in (0, 1, 3, 24, 512, 16.0)
+        ),
+        (lambda: mxjax.hadamard_matrix(3), ValueError, "hadamard_matrix needs n to be one of .*256.*, got 3"),
+        (lambda: mxjax.rotate(X[:, :24], 16), ValueError, "axis that 16 divides, got 24; pad it"),
         (lambda: mxjax.rotate(X, 16, signs=np.ones(8, np.float32)), ValueError, r"shape \(16,\).*got \(8,\)"),
         (lambda: mxjax.rotate(X, 16, signs=[1.0] * 16), TypeError, r"pass jnp\.asarray\(signs\)"),
     ],
 )
-def test_rotate_refuses_other_arguments(call, error, message):
+def test_other_arguments_are_refused(call, error, message):
     with oracles.types_unchecked(), pytest.raises(error, match=message):
         call()
 
 
-def test_rotate_refuses_an_axis_that_the_size_does_not_divide():
-    with pytest.raises(ValueError, match="axis that 16 divides, got 24; pad it"):
-        mxjax.rotate(np.ones((32, 24), np.float32), 16)
+# --- other matrices and permutations, along the contracted axis
+
+ROTATIONS = (
+    Rotation(1, order="fixed"),
+    Rotation(64, "redrawn"),
+    Rotation(16, "redrawn", order="redrawn"),
+    Rotation(64, kind="sequency"),
+    Rotation(16, "fixed", kind="dct", order="fixed"),
+    Rotation(32, "redrawn", kind="haar"),
+)
+
+
+@pytest.mark.parametrize("n", [2, 16, 128])
+def test_matrices_are_scipys_by_their_definitions(n):
+    np.testing.assert_allclose(
+        rotation_matrix("dct", n), scipy.fft.dct(np.eye(n), axis=0, norm="ortho"), atol=1e-6
+    )
+    natural = scipy.linalg.hadamard(n) / np.sqrt(n)
+    np.testing.assert_allclose(rotation_matrix("hadamard", n), natural, rtol=1e-6)
+    sequency = rotation_matrix("sequency", n)
+    np.testing.assert_array_equal(np.count_nonzero(np.diff(np.sign(sequency)), axis=1), np.arange(n))
+    assert {row.tobytes() for row in sequency} == {row.tobytes() for row in natural.astype(np.float32)}
+
+
+def test_haar_is_that_of_four():
+    r = np.sqrt(0.5)
+    expected = [[0.5] * 4, [0.5, 0.5, -0.5, -0.5], [r, -r, 0, 0], [0, 0, r, -r]]
+    np.testing.assert_allclose(rotation_matrix("haar", 4), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["dct", "haar", "sequency"])
+def test_matrices_are_orthogonal_and_begin_with_the_mean(kind):
+    matrix = np.asarray(rotation_matrix(kind, 64), np.float64)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(64), atol=1e-6)
+    np.testing.assert_allclose(matrix[0], 1 / 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rotation", "source"),
+    [*((rotation, "original") for rotation in ROTATIONS), *((r, "dequantized") for r in ROTATIONS[2::2])],
+    ids=str,
+)
+def test_in_full_precision_a_product_and_its_gradients_stay(rotation, source):
+    """Lengths that no size divides; with source "dequantized" gradients pass through the rotation back."""
+    x, w = jax.random.normal(jax.random.key(0), (70, 45)), jax.random.normal(jax.random.key(1), (45, 40))
+    exact, read = Operand("fp32"), Operand("fp32", source=source)
+    fprop, backward = Gemm(exact, exact, rotation), Gemm(exact, read, rotation)
+    policy = Policy(fprop, backward, Gemm(read, exact, rotation))
+    dot = functools.partial(mxjax.dot, policy=policy, key=jax.random.key(2))
+    y, vjp = jax.vjp(dot, x, w)
+    expected, expected_vjp = jax.vjp(functools.partial(jnp.matmul, precision="highest"), x, w)
+    for found, wanted in zip((y, *vjp(y)), (expected, *expected_vjp(y)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_permutation_is_the_same_for_both_operands_and_new_with_the_key():
+    def order(key, signs, kind):
+        lhs, rhs = uses_of(Gemm(rotation=Rotation(16, signs, order=kind)), -2, -2, key)
+        assert lhs.order is rhs.order
+        return jax.random.key_data(lhs.order).tolist()
+
+    first, second = jax.random.key(0), jax.random.key(1)
+    assert order(first, "none", "fixed") == order(second, "none", "fixed")
+    assert order(first, "redrawn", "redrawn") == order(first, "none", "redrawn")
+    assert order(first, "none", "redrawn") != order(second, "none", "redrawn")

@@ -6,9 +6,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from support import oracles
 
 from mxjax.numerics import formats, rounding
@@ -75,48 +72,10 @@ def test_round_nearest_matches_ml_dtypes():
 
 
 @each_element
-@given(x=hnp.arrays(np.float32, 64, elements=st.floats(-1e5, 1e5, width=32)))
-def test_no_value_is_nearer_than_the_rounded_one(element, x):
-    rounded = np.asarray(round_nearest(x, element), np.float64)
-    grid = np.concatenate([values(element), -values(element)])
-    assert np.isin(rounded, grid).all()
-    nearest = np.abs(x[:, None] - grid).min(axis=1)
-    np.testing.assert_array_equal(np.abs(x - rounded), nearest)
-
-
-@each_element
-def test_a_value_of_the_grid_never_moves(element):
-    grid = np.concatenate([values(element), -values(element)]).astype(np.float32)
-    np.testing.assert_array_equal(oracles.bits(round_nearest(grid, element)), oracles.bits(grid))
-    for random in (0, 32768, 65535):
-        rounded = stochastic_round(grid, element, np.full(grid.shape, random, np.uint16))
-        np.testing.assert_array_equal(oracles.bits(rounded), oracles.bits(grid))
-
-
-@each_element
-def test_both_roundings_saturate(element):
-    x = np.float32([element.max * 1.0001, element.max * 2, FLOAT32_MAX, np.inf])
-    for random in (0, 65535):
-        rounded = stochastic_round(x, element, np.full(x.shape, random, np.uint16))
-        assert np.all(np.asarray(rounded) == element.max)
-    assert np.all(np.asarray(round_nearest(x, element)) == element.max)
-    assert np.all(np.asarray(round_nearest(-x, element)) == -element.max)
-
-
-@each_element
 def test_both_roundings_pass_nan_through(element):
     nan = np.float32([np.nan, -np.nan])
     assert np.isnan(round_nearest(nan, element)).all()
     assert np.isnan(stochastic_round(nan, element, np.zeros(2, np.uint16))).all()
-
-
-@each_element
-def test_values_that_become_zero_keep_their_sign(element):
-    x = np.float32([0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-30, -(2.0**-30)])
-    random = np.full(x.shape, 65535, np.uint16)
-    zeros = oracles.bits([0.0, -0.0] * 3)
-    np.testing.assert_array_equal(oracles.bits(round_nearest(x, element)), zeros)
-    np.testing.assert_array_equal(oracles.bits(stochastic_round(x, element, random)), zeros)
 
 
 @pytest.mark.parametrize("element", [formats.E2M1, formats.E3M0], ids=lambda e: e.name)
@@ -142,10 +101,3 @@ def test_stochastic_round_stays_where_the_random_number_equals_the_distance():
     x = np.full(3, 2 + 1.5 / 2**16, np.float32)  # the step is 1
     rounded = stochastic_round(x, formats.E2M1, np.array([0, 1, 2], np.uint16))
     np.testing.assert_array_equal(rounded, [3, 2, 2])
-
-
-def test_stochastic_round_is_symmetric():
-    x, *_ = cells(formats.E2M1)
-    random = uint16s(x)
-    positive, negative = (np.asarray(stochastic_round(s * x, formats.E2M1, random)) for s in (1, -1))
-    np.testing.assert_array_equal(oracles.bits(negative), oracles.bits(-positive))

@@ -40,38 +40,30 @@ def quantized(x, axis):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_mean_is_multiplied_in_float32_beside_the_quantized_residual(implementation):
-    """Against the formulas in float64: the cross terms of Wgrad vanish."""
-    x, w, dy = (np.asarray(t, np.float64) for t in tensors())
-    policy = Policy(Gemm(MEAN, NEAREST), Gemm(MEAN, NEAREST), Gemm(MEAN, MEAN))
-    x_mean, dy_mean = (np.float32(t).mean(axis=0, keepdims=True) for t in (x, dy))
-    x_rest, dy_rest = np.float32(x) - x_mean, np.float32(dy) - dy_mean
-    expected = (
-        quantized(x_rest, -1) @ quantized(tensors()[1], 0) + x_mean @ w,
-        quantized(dy_rest, -1) @ quantized(tensors()[1], 1).T + dy_mean @ w.T,
-        quantized(x_rest, 0).T @ quantized(dy_rest, 0) + len(x) * x_mean.T @ dy_mean,
-    )
-    for found, e in zip(gradients(policy, implementation), expected, strict=True):
-        np.testing.assert_allclose(found, e, rtol=1e-4, atol=2e-5 * np.abs(e).max())
+@pytest.mark.parametrize("run", [None, 16])
+def test_means_are_multiplied_beside_the_quantized_residual(run, implementation):
+    """Against the formulas in float64.
 
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_means_of_neighbours_are_kept_in_bfloat16_beside_the_quantized_residual(implementation):
-    """Against the formulas in float64: 70 tokens, of which the last 6 share a mean with 10 zeros."""
+    A mean of all tokens is kept in float32, and the cross terms of Wgrad vanish. Those of 16 neighbours are
+    kept in bfloat16; the last 6 of 70 tokens share one with 10 zeros.
+    """
     x, w, dy = (np.asarray(t, np.float64) for t in tensors())
-    operand = Operand(split="mean", split_tokens=16)
+    operand = Operand(split="mean", split_tokens=run)
     policy = Policy(Gemm(operand, NEAREST), Gemm(operand, NEAREST), Gemm(operand, operand))
 
     def means(t):
+        if run is None:
+            return np.float32(t).mean(axis=0, keepdims=True).repeat(70, axis=0)
         runs = np.pad(np.float32(t), ((0, 10), (0, 0))).reshape(5, 16, -1)
         rounded = np.asarray(jnp.asarray(runs.mean(axis=1)).astype(jnp.bfloat16), np.float64)
         return rounded.repeat(16, axis=0)[:70]
 
     x_rest, dy_rest = np.float32(x - means(x)), np.float32(dy - means(dy))
+    apart = means(x).T @ (means(dy) if run is None else dy) + (0 if run is None else x_rest.T @ means(dy))
     expected = (
         quantized(x_rest, -1) @ quantized(tensors()[1], 0) + means(x) @ w,
         quantized(dy_rest, -1) @ quantized(tensors()[1], 1).T + means(dy) @ w.T,
-        quantized(x_rest, 0).T @ quantized(dy_rest, 0) + means(x).T @ dy + x_rest.T @ means(dy),
+        quantized(x_rest, 0).T @ quantized(dy_rest, 0) + apart,
     )
     for found, e in zip(gradients(policy, implementation), expected, strict=True):
         np.testing.assert_allclose(found, e, rtol=1e-4, atol=2e-5 * np.abs(e).max())
@@ -80,13 +72,6 @@ def test_means_of_neighbours_are_kept_in_bfloat16_beside_the_quantized_residual(
 def test_no_tokens_have_no_mean():
     found = split(jnp.zeros((0, 4)), MEAN)
     np.testing.assert_array_equal(found.rest, np.zeros((1, 4)))
-
-
-def test_splitting_the_mean_off_lowers_the_error():
-    exact, plain = gradients("fp32"), gradients(Policy())
-    splitting = gradients(Policy(Gemm(MEAN, NEAREST), Gemm(MEAN, NEAREST), Gemm(MEAN, MEAN)))
-    for e, before, after in zip(exact, plain, splitting, strict=True):
-        assert np.mean((after - e) ** 2) < 0.3 * np.mean((before - e) ** 2)
 
 
 @pytest.mark.parametrize(("lhs", "rhs"), [(MEAN, NEAREST), (NEAREST, MEAN), (MEAN, MEAN)])
@@ -161,18 +146,6 @@ def test_a_batch_of_tokens_under_vmap_has_one_mean():
 def test_a_split_that_cannot_be_raises(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize("implementation", ["fp8_carriers", "scaled_dot"])
-def test_kernels_refuse_split_operands(implementation):
-    with pytest.raises(NotImplementedError, match=f"implementation '{implementation}' takes MXFP4"):
-        gradients(Policy(Gemm(MEAN, NEAREST)), implementation)
-
-
-def test_experts_refuse_split_operands():
-    x, w = np.ones((4, 32), np.float32), np.ones((2, 32, 32), np.float32)
-    with pytest.raises(NotImplementedError, match=r"ragged_dot takes operands with .* split='none'"):
-        mxjax.ragged_dot(x, w, np.array([2, 2]), policy="averis", key=jax.random.key(0))
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": {"lhs": {"four_over_six": true}}}', "wgrad.lhs.four_over_six must be a string or null"),
         ('{"wgrad": {"lhs": {"eden": 16.0}}}', "wgrad.lhs.eden must be an integer or null"),
         ('{"wgrad": {"rotation": {"values": [1, 0.5]}}}', "wgrad.rotation.values must be a list of integers"),
-        (
-            '{"wgrad": {"rotation": {"values": [1, -1]}}}',
-            "wgrad.rotation: Rotation needs values to be",
-        ),
+        ('{"wgrad": {"rotation": {"values": [1, -1]}}}', "wgrad.rotation: Rotation needs values to be"),
         ('{"wgrad": {"lhs": {"block_shape": [32]}}}', "wgrad.lhs.block_shape must be an integer, a pair"),
         ('{"wgrad": {"lhs": {"block_shape": -1}}}', "wgrad.lhs: "),
         ('{"wgrad": {"lhs": {"block_shape": 65537}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
@@ -92,8 +89,7 @@ def test_fields_are_set_by_path():
     )
     tile = Operand(block_shape=(32, 32))
     wgrad = Gemm(
-        Operand(scale_rule="even"),
-        Operand(scale_rule="even", rounding="stochastic", block_shape=(32, 32)),
+        Operand(scale_rule="even"), Operand(scale_rule="even", rounding="stochastic", block_shape=(32, 32))
     )
     assert policy == Policy(Gemm(rhs=tile), Gemm(rhs=tile), wgrad)
 

@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.dots import (
-    IMPLEMENTATIONS,
-    NEAREST,
-    check_products,
-    draw,
-    float64,
-    operand_values,
-)
+from support.dots import IMPLEMENTATIONS, NEAREST, check_products, draw, float64, operand_values
 
 import mxjax
 from mxjax import Operand

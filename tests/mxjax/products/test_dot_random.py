@@ -38,19 +38,6 @@ def test_implementations_agree_on_the_same_random_bits():
         np.testing.assert_allclose(a, r, rtol=0, atol=1e-6 * np.max(np.abs(r)))
 
 
-def test_a_rotation_without_quantization_cancels():
-    x, w, dy = inputs()
-    rotations = (Rotation(16), Rotation(32, "fixed"), Rotation(64, "redrawn"))
-    policy = Policy(*(gemm(Operand("fp32"), rotation) for rotation in rotations))
-    actual = products(x, w, dy, jax.random.key(0), policy=policy)
-    # A rotation mixes the terms of each sum, so the bound is by the norms of its operands.
-    norms = [np.linalg.norm(t) for t in (x, w, dy)]
-    bounds = (norms[0] * norms[1], norms[2] * norms[1], norms[0] * norms[2])
-    for a, e, bound in zip(actual, products(x, w, dy, policy=FP32), bounds, strict=True):
-        assert np.max(np.abs(a - e)) < 2e-7 * bound
-        assert not np.array_equal(a, e)
-
-
 @pytest.mark.parametrize("signs", ["none", "fixed", "redrawn"])
 def test_only_redrawn_signs_depend_on_the_key(signs):
     x, w, _ = inputs()
@@ -129,11 +116,6 @@ def test_stochastic_rounding_without_clipping_has_unbiased_products():
     np.testing.assert_allclose(np.std(z, axis=(1, 2)), 1, atol=0.12)
 
 
-def test_stochastic_rounding_after_clipping_is_biased():
-    y, _, _ = z_scores(dataclasses.replace(FP32, fprop=gemm(STOCHASTIC)))
-    assert np.std(y) > 2
-
-
 # An identity matrix in the other operand shows what was multiplied.
 def test_dequantized_operands_are_those_of_the_same_forward_pass():
     bf16 = Operand("bf16")  # holds values of MXFP4 exactly
@@ -146,11 +128,10 @@ def test_dequantized_operands_are_those_of_the_same_forward_pass():
     np.testing.assert_array_equal(x_seen.T, x_multiplied)
 
 
-@pytest.mark.parametrize("name", ["wgrad_hadamard", "primus_turbo", "fp8"])
-def test_no_random_bits_are_generated_without_need(name):
-    assert not re.search("threefry|rng|random|philox|mulhi", lowered(name, jnp.bfloat16))
-
-
-def test_random_bits_show_in_the_lowered_text():
-    # The search of the test above finds what it looks for.
-    assert re.search("threefry|rng|random|philox|mulhi", lowered("wgrad_sr", jnp.float32, jax.random.key(0)))
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("wgrad_hadamard", False), ("primus_turbo", False), ("fp8", False), ("wgrad_sr", True)],
+)
+def test_random_bits_are_generated_where_they_are_needed(name, draws):
+    text = lowered(name, jnp.bfloat16, jax.random.key(0) if draws else None)
+    assert bool(re.search("threefry|rng|random|philox|mulhi", text)) == draws

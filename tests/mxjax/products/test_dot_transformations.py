@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from support.dots import (
     ASSORTED,
     FP32,
@@ -15,7 +14,6 @@ from support.dots import (
     RANDOM_FPROP,
     STOCHASTIC,
     assert_same,
-    draw,
     inputs,
     jitted_products,
     products,
@@ -47,34 +45,8 @@ def test_vmap_equals_a_loop():
         np.testing.assert_allclose(m, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
 
 
-def test_scan_over_stacked_weights_equals_a_loop():
-    x, ws = draw(33, 40, seed=4), draw(2, 40, 40, seed=5) / 8
-
-    def layer(x, w, i, key):
-        return jnp.tanh(mxjax.dot(x, w, policy=RANDOM_WGRAD, key=jax.random.fold_in(key, i)))
-
-    def scanned(ws, key):
-        def body(x, layer_inputs):
-            return layer(x, *layer_inputs, key), None
-
-        return jnp.sum(lax.scan(body, x, (ws, jnp.arange(2)))[0] ** 2)
-
-    def looped(ws, key):
-        y = x
-        for i, w in enumerate(ws):
-            y = layer(y, w, i, key)
-        return jnp.sum(y**2)
-
-    value, gradient = jax.jit(jax.value_and_grad(scanned))(ws, jax.random.key(0))
-    expected_value, expected = jax.jit(jax.value_and_grad(looped))(ws, jax.random.key(0))
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
-
-
 @pytest.mark.parametrize(
-    "policy",
-    [mxjax.get_policy("wgrad_rht"), RANDOM_FPROP],
-    ids=["wgrad_rht", "random fprop"],
+    "policy", [mxjax.get_policy("wgrad_rht"), RANDOM_FPROP], ids=["wgrad_rht", "random fprop"]
 )
 def test_remat_replays_the_random_bits(policy):
     x, w, _ = inputs()
@@ -123,11 +95,6 @@ def test_a_second_derivative_raises(name):
 
     with pytest.raises(NotImplementedError, match=r"mxjax\.dot has no second derivative"):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
-
-
-def test_a_hessian_raises():
-    with pytest.raises((TypeError, NotImplementedError), match=r"forward-mode|second derivative"):
-        jax.hessian(lambda x: jnp.sum(mxjax.dot(x, jnp.ones((3, 2)), policy="wgrad") ** 2))(jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])

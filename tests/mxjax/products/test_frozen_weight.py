@@ -56,16 +56,8 @@ def test_blocks_along_the_other_axis_are_warned_of():
     [
         (mxjax.quantize(W, "nvfp4", axis=0), "wgrad", "nvfp4 .* 16 along d_in x 1 along d_out.* mxfp4 .* 32"),
         (Q, "nvfp4", "mxfp4 with blocks of 32 .* nvfp4 with 16 along d_in x 16 along d_out"),
-        (
-            mxjax.quantize(W, axis=0, block_shape=16),
-            "wgrad",
-            "16 along d_in x 1 along d_out, .* 32 ",
-        ),
-        (
-            mxjax.quantize(W, axis=0, prescale=0.75),
-            "wgrad",
-            "32 along d_in x 1 along d_out, .* 32 ",
-        ),
+        (mxjax.quantize(W, axis=0, block_shape=16), "wgrad", "16 along d_in x 1 along d_out, .* 32 "),
+        (mxjax.quantize(W, axis=0, prescale=0.75), "wgrad", "32 along d_in x 1 along d_out, .* 32 "),
         (mxjax.quantize(W, "nvfp4", axis=0, block_shape=32), "nvfp4", "32 along d_in"),
     ],
 )

@@ -64,15 +64,6 @@ def test_make_dot_general_in_a_linen_dense():
     assert_same((y, *vjp(dy)), products(x, w, dy, keys[0], policy=ASSORTED))
 
 
-def test_make_dot_general_asks_a_callable_for_a_key_at_every_call():
-    x, w, _ = inputs()
-    keys = jax.random.split(jax.random.key(0), 2)
-    dot_general = mxjax.make_dot_general(RANDOM_FPROP, key=iter(keys).__next__)
-    for key in keys:
-        y = dot_general(x, w, (((1,), (0,)), ((), ())))
-        np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=RANDOM_FPROP, key=key))
-
-
 def test_make_dot_general_passes_the_implementation_on():
     x, w, _ = inputs()
     dot_general = mxjax.make_dot_general("wgrad", implementation="triton")
@@ -205,14 +196,6 @@ def test_equal_arguments_make_equal_callables():
         mxjax.make_dot_general("full_sr", key=jax.random.key(1), weight="rhs"),
     ]
     assert make() not in others
-
-
-def test_a_static_argument_compiles_once():
-    x, w, _ = inputs()
-    run = jax.jit(lambda dot_general, x, w: dot_general(x, w, LINEAR), static_argnums=0)
-    for _ in range(2):
-        run(mxjax.make_dot_general("bf16"), x, w)
-    assert run._cache_size() == 1
 
 
 def test_its_repr_is_the_call_that_makes_it():

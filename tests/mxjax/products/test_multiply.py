@@ -82,21 +82,6 @@ def test_multiplies_the_values_of_the_reference(policy):
 
 
 @pytest.mark.parametrize("implementation", ON_PACKED)
-def test_is_within_its_bound_of_float64(implementation):
-    x, w, dy = tensors(m=64, k=256, n=128)
-    got = all_three(x, w, dy, "wgrad", implementation, jnp.float32)
-    operands = [
-        (mxjax.quantize(x), mxjax.quantize(w, axis=0), "mk,kn->mn"),
-        (mxjax.quantize(dy, axis=1), mxjax.quantize(w, axis=1), "mn,kn->mk"),
-        (mxjax.quantize(x, axis=0), mxjax.quantize(dy, axis=0), "mk,mn->kn"),
-    ]
-    for result, (lhs, rhs, dims) in zip(got, operands, strict=True):
-        lhs, rhs = (np.asarray(mxjax.dequantize(q), np.float64) for q in (lhs, rhs))
-        bound = 2e-4 if result.dtype == jnp.float32 else 4e-3  # dx is rounded to x's bfloat16
-        assert distance(result, np.einsum(dims, lhs, rhs)) < bound
-
-
-@pytest.mark.parametrize("implementation", ON_PACKED)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_scales_that_span_more_than_any_carrier_are_multiplied_right(implementation, which):
     args = list(tensors())
@@ -193,11 +178,21 @@ def test_composes_under_vmap_scan_and_remat(implementation):
             np.testing.assert_array_equal(again[i], wanted)
 
 
-def test_a_named_implementation_refuses_operands_that_it_does_not_take():
+@pytest.mark.parametrize("implementation", ON_PACKED)
+@pytest.mark.parametrize(
+    "operand",
+    [
+        Operand("nvfp4"),
+        Operand("fp4_vector"),
+        Operand(scale_rule="quest", block_shape=(32, 32)),
+        Operand(split="mean"),
+    ],
+    ids=str,
+)
+def test_a_named_implementation_refuses_operands_that_it_does_not_take(operand, implementation):
     x, w, _ = tensors()
-    for implementation in ON_PACKED:
-        with pytest.raises(NotImplementedError, match=r"takes MXFP4 in blocks of 32.*nvfp4.*use 'xla'"):
-            mxjax.dot(x, w, policy="nvfp4", key=jax.random.key(0), implementation=implementation)
+    with pytest.raises(NotImplementedError, match=f"'{implementation}' takes MXFP4 .*use 'xla'"):
+        mxjax.dot(x, w, policy=Policy(Gemm(operand, Operand())), implementation=implementation)
 
 
 def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
@@ -208,10 +203,6 @@ def test_gemms_without_mxfp4_run_in_fp8_or_bfloat16():
     both_e5m2 = Gemm(Operand("fp8_e5m2"), Operand("fp8_e5m2"))  # which no GPU multiplies
     with pytest.raises(NotImplementedError):
         implementations_of(Policy(both_e5m2, both_e5m2, both_e5m2), "fp8_carriers")
-
-
-def test_the_fastest_here_is_xla():
-    assert implementations_of(mxjax.get_policy("wgrad"), None) == ("xla", "xla", "xla")
 
 
 def test_the_cpu_keeps_conversions_and_a_gpu_without_kernels_has_no_options(monkeypatch):

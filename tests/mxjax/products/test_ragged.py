@@ -11,6 +11,7 @@ from support.dots import assert_same, draw, jitted_products
 from support.oracles import types_unchecked
 
 import mxjax
+from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.products.expert_runs import runs_of
 
 X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
@@ -28,14 +29,13 @@ def ragged(x, w, dy, sizes, key=None, *, policy, implementation=None):
     return y, *vjp(dy)
 
 
-def by_expert(x, w, dy, policy, implementation=None):
-    """Returns y, dx and dw by a `dot` for each expert; rows without one are zero."""
+def by_expert(x, w, dy, sizes, policy, implementation=None):
+    """Returns y, dx and dw by a `dot` for each expert that has rows; what none has is zero."""
     y, dx, dw = np.zeros(dy.shape, np.float32), np.zeros(x.shape, np.float32), np.zeros(w.shape, np.float32)
-    for i, (end, size) in enumerate(zip(np.cumsum(SIZES), SIZES, strict=True)):
-        rows = slice(int(end) - size, int(end))
-        if size:
-            products = jitted_products(x[rows], w[i], dy[rows], policy=policy, implementation=implementation)
-            y[rows], dx[rows], dw[i] = products
+    for i in np.flatnonzero(sizes):
+        rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
+        products = jitted_products(x[rows], w[i], dy[rows], policy=policy, implementation=implementation)
+        y[rows], dx[rows], dw[i] = products
     return y, dx, dw
 
 
@@ -47,7 +47,7 @@ def by_expert(x, w, dy, policy, implementation=None):
 def test_each_expert_has_its_own_products(name, implementation):
     policy = mxjax.get_policy(name)
     actual = ragged(X, W, DY, jnp.array(SIZES), policy=policy, implementation=implementation)
-    for a, e in zip(actual, by_expert(X, W, DY, policy, implementation), strict=True):
+    for a, e in zip(actual, by_expert(X, W, DY, SIZES, policy, implementation), strict=True):
         np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.max(np.abs(e)))
 
 
@@ -116,16 +116,7 @@ def test_experts_without_rows_read_and_leave_nothing():
     poisoned = [t.at[85:].set(jnp.nan) for t in (x, dy)]
     for sizes in [(0, 30, 5, 50), (30, 5, 50, 0), (0, 0, 85, 0)]:
         found = ragged(poisoned[0], w, poisoned[1], jnp.array(sizes), policy=policy, implementation="xla")
-        assert_same(found, products_of_rows(x, w, dy, sizes, policy))
-
-
-def products_of_rows(x, w, dy, sizes, policy):
-    """Returns y, dx and dw by a `dot` for each expert that has rows; what none has is zero."""
-    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
-    for i in np.flatnonzero(sizes):
-        rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
-        y[rows], dx[rows], dw[i] = jitted_products(x[rows], w[i], dy[rows], policy=policy)
-    return y, dx, dw
+        assert_same(found, by_expert(x, w, dy, sizes, policy))
 
 
 @pytest.mark.parametrize("rest", [False, True])
@@ -218,6 +209,15 @@ def test_random_bits_are_replayed_under_remat_and_scan():
             "'fp8_carriers' takes MXFP4",
         ),
         ({"policy": "full_sr"}, ValueError, "needs key="),
+        *(
+            ({"policy": policy, "key": jax.random.key(0)}, NotImplementedError, message)
+            for policy, message in (
+                ("quartet", "ragged_dot takes operands with gradient='straight"),
+                ("averis", "ragged_dot takes operands with .* split='none'"),
+                (Policy(Gemm(Operand("fp4_vector"))), "no fp4_vector"),
+                (Policy(wgrad=Gemm(rotation=Rotation(1, order="fixed"))), "no permutation"),
+            )
+        ),
         ({"group_sizes": jnp.ones(4)}, TypeError, "needs integer group_sizes, got float32"),
         ({"x": X.astype(jnp.int32)}, TypeError, "needs float32, bfloat16 or float16, but"),
         (

@@ -2,46 +2,41 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.recipes import golden
 
 import mxjax
 from mxjax import Gemm, Operand, Policy
 from mxjax.operands.split import split
 from mxjax.products.gradients import derivative
 
+GOLDEN = golden("ms_fp4")
 X, W = (mxjax.get_policy("ms_fp4").fprop.lhs, mxjax.get_policy("ms_fp4").fprop.rhs)
 SEEN = Operand("fp32", source="dequantized")
 
 
-@functools.cache
-def golden():
-    with np.load(pathlib.Path(__file__).parents[2] / "golden" / "ms_fp4.npz") as file:
-        return {name: jnp.asarray(file[name]) for name in file if name != "versions"}
-
-
 def test_outliers_are_those_of_the_repository():
-    part, rest = split(golden()["x"], X)
-    np.testing.assert_array_equal(part, golden()["clip/part"])
-    np.testing.assert_array_equal(rest.astype(jnp.bfloat16), golden()["clip/rest"])
+    part, rest = split(GOLDEN["x"], X)
+    np.testing.assert_array_equal(part, GOLDEN["clip/part"])
+    np.testing.assert_array_equal(rest.astype(jnp.bfloat16), GOLDEN["clip/rest"])
 
 
 def test_quantized_operands_are_those_of_the_repository():
-    part, rest = split(golden()["x"], X)
+    part, rest = split(GOLDEN["x"], X)
     ours = mxjax.dequantize(mxjax.quantize(part, "fp4_vector"))
-    np.testing.assert_array_equal(ours, golden()["x/clip"])
-    np.testing.assert_array_equal((ours + rest).astype(jnp.bfloat16), golden()["x/outliers"])
-    weight = mxjax.dequantize(mxjax.quantize(golden()["w"], "fp4_vector", axis=0))
-    np.testing.assert_array_equal(weight, golden()["w/quantized"])
+    np.testing.assert_array_equal(ours, GOLDEN["x/clip"])
+    np.testing.assert_array_equal((ours + rest).astype(jnp.bfloat16), GOLDEN["x/outliers"])
+    weight = mxjax.dequantize(mxjax.quantize(GOLDEN["w"], "fp4_vector", axis=0))
+    np.testing.assert_array_equal(weight, GOLDEN["w/quantized"])
 
 
 def test_the_derivative_is_that_of_the_repository():
-    ours = jax.jit(lambda w: derivative(w, W, -2))(golden()["w"])
-    np.testing.assert_allclose(ours, golden()["w/derivative"], rtol=2**-8)  # theirs is in bfloat16
+    ours = jax.jit(lambda w: derivative(w, W, -2))(GOLDEN["w"])
+    np.testing.assert_allclose(ours, GOLDEN["w/derivative"], rtol=2**-8)  # theirs is in bfloat16
     assert np.max(ours) == 3
 
 
@@ -49,19 +44,18 @@ def test_the_derivative_is_that_of_the_repository():
 @pytest.mark.parametrize("name", ["ms_fp4", "ms_fp4_clip"])
 def test_the_layer_multiplies_what_the_repository_does(name, implementation):
     """With float32 backward GEMMs, which the repository runs in FP8."""
-    g = golden()
     dy = jax.random.normal(jax.random.key(0), (24, 12))
     exact = Gemm(Operand("fp32"), SEEN), Gemm(SEEN, Operand("fp32"))
     policy = Policy(mxjax.get_policy(name).fprop, *exact)
     run = functools.partial(mxjax.dot, policy=policy, implementation=implementation)
-    y, vjp = jax.vjp(run, g["x"], g["w"])
-    rest = split(g["x"], X).rest * float(name == "ms_fp4")
-    x_seen = g["x/clip"] + rest
+    y, vjp = jax.vjp(run, GOLDEN["x"], GOLDEN["w"])
+    rest = split(GOLDEN["x"], X).rest * float(name == "ms_fp4")
+    x_seen = GOLDEN["x/clip"] + rest
     matmul = functools.partial(jnp.matmul, precision="highest")
     expected = (
-        matmul(g["x/clip"], g["w/quantized"]) + matmul(rest, g["w"]),
-        matmul(dy, g["w/quantized"].T),
-        matmul(x_seen.T, dy) * g["w/derivative"],
+        matmul(GOLDEN["x/clip"], GOLDEN["w/quantized"]) + matmul(rest, GOLDEN["w"]),
+        matmul(dy, GOLDEN["w/quantized"].T),
+        matmul(x_seen.T, dy) * GOLDEN["w/derivative"],
     )
     for ours, e, rtol in zip((y, *vjp(dy)), expected, (1e-5, 1e-5, 2**-8), strict=True):
         np.testing.assert_allclose(ours, e, rtol=rtol, atol=1e-5 * np.abs(e).max())
@@ -94,15 +88,6 @@ def test_vectors_that_are_zero_or_not_finite():
     np.testing.assert_array_equal(value[0], 0)
     assert np.isnan(value[1]).all()
     assert np.isnan(value[2, 5])
-
-
-def test_kernels_and_experts_refuse_vectors():
-    policy = Policy(*[Gemm(Operand("fp4_vector"), Operand("fp4_vector"))] * 3)
-    x, w = np.ones((4, 32), np.float32), np.ones((32, 32), np.float32)
-    with pytest.raises(NotImplementedError, match="implementation 'fp8_carriers' takes MXFP4"):
-        mxjax.dot(x, w, policy=policy, implementation="fp8_carriers")
-    with pytest.raises(NotImplementedError, match="no fp4_vector"):
-        mxjax.ragged_dot(x, w[None], np.array([4]), policy=policy)
 
 
 def test_the_names_differ_in_what_becomes_of_outliers():

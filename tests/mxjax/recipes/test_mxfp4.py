@@ -2,37 +2,30 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.recipes import golden
 
 import mxjax
 from mxjax import Gemm, Operand, Policy
 from mxjax.policy import map_operands
 
+GOLDEN = golden("mxfp4_recipes")
 DRAWS = 64
 STOCHASTIC = ["tetrajet", "amazon", "amazon_no_hadamard"]
 
 
-@functools.cache
-def golden():
-    with np.load(pathlib.Path(__file__).parents[2] / "golden" / "mxfp4_recipes.npz") as file:
-        return {name: jnp.asarray(file[name]) for name in file if name != "versions"}
-
-
 def run(policy, implementation, key=None):
-    g = golden()
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation, key=key)
-    y, vjp = jax.vjp(dot, g["x"], g["w"])
-    return {"y": y} | dict(zip(("dx", "dw"), vjp(g["dy"]), strict=True))
+    y, vjp = jax.vjp(dot, GOLDEN["x"], GOLDEN["w"])
+    return {"y": y} | dict(zip(("dx", "dw"), vjp(GOLDEN["dy"]), strict=True))
 
 
 def assert_agrees(found, name, kinds):
     for kind in kinds:
-        expected = golden()[f"{name}/{kind}"]
+        expected = GOLDEN[f"{name}/{kind}"]
         atol = 2e-6 * np.abs(expected).max()
         np.testing.assert_allclose(found[kind], expected, rtol=1e-5, atol=atol, err_msg=kind)
 
@@ -55,7 +48,7 @@ def test_the_layer_of_tetrajet_rounded_to_nearest_is_that_of_the_repository(impl
 def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_repository():
     """With its signs; none of these tensors has a tie, which it rounds away from zero."""
     policy = mxjax.get_policy("amazon_no_sr")
-    signs = np.asarray(golden()["amazon_no_sr/signs"], int)
+    signs = np.asarray(GOLDEN["amazon_no_sr/signs"], int)
     assert set(signs.flat) == {-1, 1}
     dgrad, wgrad = (
         dataclasses.replace(gemm, rotation=fixed(gemm.rotation, mine))
@@ -71,8 +64,8 @@ def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_r
 def test_stochastic_rounding_draws_the_values_of_the_repository_with_its_probabilities(name):
     operand = mxjax.get_policy(name).dgrad.lhs
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    drawn = jax.vmap(lambda key: mxjax.dequantize(mxjax.quantize(golden()["x"], operand, key=key)))(keys)
-    low, high, mean = (np.asarray(golden()[f"drawn/{name}/{kind}"]) for kind in ("low", "high", "mean"))
+    drawn = jax.vmap(lambda key: mxjax.dequantize(mxjax.quantize(GOLDEN["x"], operand, key=key)))(keys)
+    low, high, mean = (np.asarray(GOLDEN[f"drawn/{name}/{kind}"]) for kind in ("low", "high", "mean"))
     drawn = np.asarray(drawn)
     both = (low < high) & (drawn.min(0) < drawn.max(0))  # a rare neighbour may be drawn by one of the two
     assert both.mean() > 0.85
@@ -96,8 +89,8 @@ def test_means_and_noise_of_the_gradients_are_those_of_the_repository(name):
         keys
     )
     for kind, ours in drawn.items():
-        deviation = np.asarray(golden()[f"{name}/std/{kind}"], np.float32)
-        for mean in (golden()[f"{name}/mean/{kind}"], np.mean(ours, axis=0)):
+        deviation = np.asarray(GOLDEN[f"{name}/std/{kind}"], np.float32)
+        for mean in (GOLDEN[f"{name}/mean/{kind}"], np.mean(ours, axis=0)):
             z = np.asarray(mean - expected[kind]) / deviation * DRAWS**0.5
             assert abs(np.mean(z)) < 0.2  # elements of a row share draws
             assert 0.8 < np.std(z) < 1.25

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.recipes import golden
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -18,20 +18,15 @@ from mxjax.products.draws import uses_of
 from mxjax.products.gradients import derivative
 from mxjax.runtime.keys import fold
 
+GOLDEN = golden("quartet")
 QUARTET = mxjax.get_policy("quartet")
 DRAWS = 64
-
-
-@functools.cache
-def golden():
-    with np.load(pathlib.Path(__file__).parents[2] / "golden" / "quartet.npz") as file:
-        return {name: jnp.asarray(file[name]) for name in file if name != "versions"}
+CLIPPED = Operand(gradient="clipped")
 
 
 def run(policy, implementation, key=None):
-    g = golden()
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation, key=key)
-    return with_gradients(dot, g["x"], g["w"], g["dy"])
+    return with_gradients(dot, GOLDEN["x"], GOLDEN["w"], GOLDEN["dy"])
 
 
 def with_gradients(product, x, w, dy):
@@ -46,18 +41,18 @@ def nearest(operand: Operand) -> Operand:
 def test_forward_operands_are_those_of_the_repository():
     x, w = uses_of(QUARTET.fprop, -1, -2, None)
     for name, use in (("x", x), ("w", w)):
-        ours = jax.jit(lambda t, use=use: dequantize(quantize_use(t, use)))(golden()[name])
-        np.testing.assert_array_equal(ours, golden()[f"forward/{name}"], err_msg=name)
+        ours = jax.jit(lambda t, use=use: dequantize(quantize_use(t, use)))(GOLDEN[name])
+        np.testing.assert_array_equal(ours, GOLDEN[f"forward/{name}"], err_msg=name)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_the_layer_rounded_to_nearest_is_that_of_the_repository(implementation):
     """The repository flips signs after H, where they change nothing: its rotation is deterministic."""
-    assert set(golden()["signs"].tolist()) == {-1, 1}
+    assert set(GOLDEN["signs"].tolist()) == {-1, 1}
     policy = map_operands(QUARTET, nearest)
     gemms = {name: dataclasses.replace(policy.gemms[name], rotation=Rotation(32)) for name in policy.gemms}
     for name, ours in zip(("y", "dx", "dw"), run(Policy(**gemms), implementation), strict=True):
-        expected = golden()[name]
+        expected = GOLDEN[name]
         atol = 2e-6 * np.abs(expected).max()
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=atol, err_msg=name)
 
@@ -71,7 +66,7 @@ def test_means_of_stochastic_gradients_agree():
     keys = jax.random.split(jax.random.key(0), DRAWS)
     drawn = jax.jit(jax.vmap(lambda key: run(QUARTET, "xla", key)[1:]))(keys)
     for name, e, ours in zip(("dx", "dw"), expected, drawn, strict=True):
-        theirs, deviation = golden()[f"mean/{name}"], golden()[f"std/{name}"] + 1e-12
+        theirs, deviation = GOLDEN[f"mean/{name}"], GOLDEN[f"std/{name}"] + 1e-12
         for mean in (theirs, np.mean(ours, axis=0)):
             z = (mean - np.asarray(e)) / deviation * DRAWS**0.5
             assert abs(np.mean(z)) < 5 / z.size**0.5 * 4  # elements of a row share draws
@@ -81,7 +76,7 @@ def test_means_of_stochastic_gradients_agree():
 
 
 def test_the_clip_mask_is_zero_where_an_element_clips():
-    x = golden()["x"]
+    x = GOLDEN["x"]
     operand = QUARTET.fprop.lhs
     q = mxjax.quantize(x, scale_rule="quest")
     clips = np.abs(x) >= 6 * np.repeat(np.asarray(q.scales, np.float32), 32, axis=-1)
@@ -104,8 +99,8 @@ def test_a_gradient_is_rotated_back_and_masked_in_the_rotated_space():
     def product(x, w):
         return jnp.matmul(quantized(x, x_use), quantized(w, w_use), precision="highest")
 
-    x, w, dy = (golden()[name][:45, :50] for name in ("x", "w", "dy"))  # the rotation pads
-    w, dy = golden()["w"][:50], golden()["dy"][:45]
+    x, w, dy = (GOLDEN[name][:45, :50] for name in ("x", "w", "dy"))  # the rotation pads
+    w, dy = GOLDEN["w"][:50], GOLDEN["dy"][:45]
     fp32 = Operand("fp32", source="dequantized")
     policy = Policy(fprop, Gemm(Operand("fp32"), fp32), Gemm(fp32, Operand("fp32")))
     dot = functools.partial(mxjax.dot, policy=policy, key=key, implementation="reference")
@@ -115,32 +110,13 @@ def test_a_gradient_is_rotated_back_and_masked_in_the_rotated_space():
 
 
 @pytest.mark.slow
-def test_packed_operands_are_not_kept_where_the_gradient_needs_the_tensor():
+@pytest.mark.parametrize(
+    "policy", [QUARTET, Policy(fprop=Gemm(CLIPPED, CLIPPED))], ids=["quartet", "clipped"]
+)
+def test_packed_operands_give_the_products_of_the_definition(policy):
     """Dgrad and Wgrad may run on packed operands though the Fprop's estimate reads x and w."""
-    operand = Operand(gradient="clipped")
-    policy = Policy(fprop=Gemm(operand, operand))
-    for name, ours, expected in zip(
-        ("y", "dx", "dw"), run(policy, "fp8_carriers"), run(policy, "reference"), strict=True
-    ):
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.slow
-def test_packed_operands_give_the_products_of_the_definition():
     key = jax.random.key(0)
     for name, ours, expected in zip(
-        ("y", "dx", "dw"), run(QUARTET, "fp8_carriers", key), run(QUARTET, "reference", key), strict=True
+        ("y", "dx", "dw"), run(policy, "fp8_carriers", key), run(policy, "reference", key), strict=True
     ):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_kernels_refuse_square_blocks_scaled_by_their_deviation():
-    square = Operand(scale_rule="quest", block_shape=(32, 32))
-    with pytest.raises(NotImplementedError, match="implementation 'fp8_carriers' takes MXFP4"):
-        run(Policy(fprop=Gemm(square, square)), "fp8_carriers")
-
-
-def test_experts_refuse_a_gradient_that_is_more_than_a_product():
-    x, w = np.ones((4, 32), np.float32), np.ones((2, 32, 32), np.float32)
-    with pytest.raises(NotImplementedError, match="ragged_dot takes operands with gradient='straight"):
-        mxjax.ragged_dot(x, w, np.array([2, 2]), policy="quartet", key=jax.random.key(0))

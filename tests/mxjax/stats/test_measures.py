@@ -46,11 +46,6 @@ def test_an_exact_approximation_has_infinite_signal_to_noise():
     np.testing.assert_allclose(error.cosine, 1, rtol=1e-6)
 
 
-def test_the_error_of_an_opposite_is_twice_the_signal():
-    x = jnp.asarray(normal(8, 8, seed=0))
-    np.testing.assert_allclose(stats.error(x, -x), (-10 * np.log10(4), 2, -1, -1), rtol=1e-5)
-
-
 def test_the_cosine_with_zero_is_not_a_number():
     np.testing.assert_array_equal(stats.error(jnp.zeros(4), jnp.ones(4)), (-np.inf, np.inf, np.nan, np.nan))
 
@@ -80,13 +75,6 @@ def test_clipped_and_flushed_elements_are_counted(arguments, clipped, flushed):
     error = stats.quantization(x, mxjax.quantize(x, **arguments))
     np.testing.assert_allclose(error.clipped, clipped / 64)
     np.testing.assert_allclose(error.flushed, flushed / 64)
-
-
-def test_a_value_of_the_largest_element_is_not_clipped():
-    x = jnp.full((32,), 6.0)
-    error = stats.quantization(x, mxjax.quantize(x))
-    assert error.clipped == 0
-    assert error.sqnr_db == jnp.inf
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
@@ -156,14 +144,6 @@ def test_the_error_of_gaussian_blocks_is_what_the_table_says(rule):
     standard_error = np.std(np.mean((x - value) ** 2 - error * x**2, axis=1)) / np.sqrt(BLOCKS)
     # The table is rounded to .00001.
     assert abs(error - GAUSSIAN[rule][0]) <= 4 * standard_error + 5e-6
-
-
-def test_clipped_elements_of_gaussian_blocks_are_those_past_the_largest():
-    scales, _ = gaussian_quantized("floor")
-    expected = np.mean(np.abs(gaussian()) > 6 * scales)
-    np.testing.assert_allclose(
-        stats.quantization(gaussian(), mxjax.quantize(gaussian())).clipped, expected, rtol=1e-6
-    )
 
 
 gemms = jax.jit(stats.gemms, static_argnames="policy")

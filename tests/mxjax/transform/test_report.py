@@ -123,10 +123,7 @@ def test_without_a_product_to_change_everything_keeps_its_bits_and_derivatives()
     runs = [jax.jit(jax.value_and_grad(g))(params, X) for g in (f, transformed)]
     assert_same(*map(jax.tree.leaves, runs))
     found = mxjax.transform(f, "wgrad").report(params, X).products
-    assert [f.why for f in found] == [
-        "differentiated through: the custom_vjp rule around it is not used",
-        "",
-    ]
+    assert [f.why for f in found] == ["differentiated through: the custom_vjp rule around it is not used", ""]
     assert [f.operands[1] for f in found] == ["float32[40,40]", "float32[40,24]"]
 
 

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from support.dots import draw
+from support.programs import on_devices
 
 import mxjax
 
@@ -177,7 +178,6 @@ PARAMS = {
 
 def plain(spec, x, w, *, first=False, master=None):
     """Multiplies as programs without mxjax do."""
-    del master
     if not first:
         return jnp.einsum(spec, x, w)
     inputs, result = spec.split("->")
@@ -185,7 +185,6 @@ def plain(spec, x, w, *, first=False, master=None):
 
 
 def by_hand(spec, x, w, *, first=False, master=None):
-    del first
     w = w if master is None else master
     return mxjax.einsum(spec, x, w, policy=POLICY, preferred_element_type=x.dtype)
 
@@ -231,3 +230,50 @@ def test_it_has_the_bits_of_what_is_written_by_hand(case):
     transformed, expected = results()
     for actual, wanted in zip(transformed, expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, actual[case], wanted[case])
+
+
+# In a process of its own, since the number of devices is fixed when JAX starts.
+ON_FOUR = """
+import dataclasses, functools
+import jax, jax.numpy as jnp, numpy as np
+import mxjax
+from jax.sharding import AxisType, PartitionSpec as P
+
+key, fold = jax.random.key(0), jax.random.fold_in
+policy = dataclasses.replace(mxjax.get_policy("bf16"), fprop=mxjax.get_policy("full_sr").fprop)
+
+def by_hand(number, *loops):
+    return lambda x, w: mxjax.dot(x, w, policy=policy, key=functools.reduce(fold, loops, fold(key, number)))
+
+def plain(number, *loops):
+    return jnp.dot
+
+def loss(product, w, x):
+    x = jax.jit(lambda x, w: jnp.tanh(product(0)(x, w)))(x, w)
+
+    @jax.shard_map(in_specs=(P(), P("d", None)), out_specs=P("d", None))
+    def shards(w, x):
+        def step(x, i):
+            return jnp.tanh(product(1, i, jax.lax.axis_index("d"))(x, w)), None
+        return jax.lax.scan(step, x, jnp.arange(2))[0]
+
+    return jnp.sum(shards(w, x) ** 2)
+
+for kind in (AxisType.Auto, AxisType.Explicit):
+    with jax.set_mesh(jax.make_mesh((2, 2), ("d", "t"), axis_types=(kind, kind))):
+        w = jax.device_put(jax.random.normal(fold(key, 1), (40, 40)), P())
+        x = jax.device_put(jax.random.normal(fold(key, 2), (8, 40)), P("d", None))
+        transformed = mxjax.transform(functools.partial(loss, plain), policy)
+        actual = jax.jit(jax.value_and_grad(transformed))(w, x, mxjax_key=key)
+        expected = jax.jit(jax.value_and_grad(functools.partial(loss, by_hand)))(w, x)
+        assert len(transformed.report(w, x).products) == 2
+        for a, b in zip(actual, expected):
+            assert a.sharding == b.sharding
+            np.testing.assert_array_equal(a, b)
+print(jax.device_count())
+"""
+
+
+@pytest.mark.slow
+def test_on_a_mesh_of_four_devices_it_has_the_bits_of_what_is_written_by_hand():
+    assert on_devices(4, ON_FOUR) == [4]

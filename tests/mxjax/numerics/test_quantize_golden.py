@@ -1,4 +1,4 @@
-"""Quantization against torchao's recorded results; golden/make_torchao.py says where those depart."""
+"""Quantization against results of torchao (golden/make_torchao.py says where it departs) and AITER."""
 
 import functools
 import pathlib
@@ -13,7 +13,8 @@ from support.tensors import elements, info, scale_bytes
 
 import mxjax
 
-GOLDEN = np.load(pathlib.Path(__file__).parents[2] / "golden" / "torchao_mx.npz")
+FOLDER = pathlib.Path(__file__).parents[2] / "golden"
+GOLDEN = np.load(FOLDER / "torchao_mx.npz")
 SECTIONS = ("gauss", "range", "threshold", "ties", "special")
 GOLDEN_CASES = sorted({tuple(k.split("/")[:4]) for k in GOLDEN.files if k.startswith("mxfp")})
 each_golden_case = pytest.mark.parametrize(
@@ -66,21 +67,16 @@ def golden_case(name, dtype, mode, section):
 
 
 @each_golden_case
-def test_scales_match_torchao(name, dtype, mode, section):
-    x, (scales, _), (expected, _), log2 = golden_case(name, dtype, mode, section)
+def test_scales_and_elements_match_torchao(name, dtype, mode, section):
+    x, (scales, values), (their_scales, their_values), log2 = golden_case(name, dtype, mode, section)
     only_infinity = np.isinf(x).any(axis=1) & ~np.isnan(x).any(axis=1)
     same = ~only_infinity & ~log2
-    np.testing.assert_array_equal(scales[same], expected[same])
-    np.testing.assert_array_equal(scales[log2], expected[log2] + 1)
+    np.testing.assert_array_equal(scales[same], their_scales[same])
+    np.testing.assert_array_equal(scales[log2], their_scales[log2] + 1)
     assert np.all(scales[only_infinity] == 255)
-
-
-@each_golden_case
-def test_elements_match_torchao(name, dtype, mode, section):
-    x, (_, ours), (scales, expected), log2 = golden_case(name, dtype, mode, section)
-    same = (scales != 0) & (scales != 255) & np.isfinite(x).all(axis=1) & ~log2
+    same = (their_scales != 0) & (their_scales != 255) & np.isfinite(x).all(axis=1) & ~log2
     same |= (x == 0).all(axis=1)
-    np.testing.assert_array_equal(oracles.bits(ours[same]), oracles.bits(expected[same]))
+    np.testing.assert_array_equal(oracles.bits(values[same]), oracles.bits(their_values[same]))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -102,3 +98,26 @@ def test_nvfp4_matches_torchao(dtype):
     np.testing.assert_array_equal(scale_bytes(q)[same], scales[same])
     ours, theirs = (c.reshape(*scales.shape, 8)[same] for c in (np.asarray(mxjax.pack(q)), codes))
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "rceil", "ceil"])
+def test_bytes_are_those_of_aiter(rule):
+    """Of its reference of the quantizer for gfx950 (tests/golden/make_aiter.py)."""
+    with np.load(FOLDER / "aiter_mx.npz") as golden:
+        x = np.concatenate([GOLDEN[f"input/f32/{s}"] for s in golden["sections"]]).view(np.float32)
+        scale, codes = golden[f"{rule}/scale"], golden[f"{rule}/codes"]
+    q = mxjax.quantize(x, scale_rule=rule)
+    ours, amax = np.asarray(q.scales).view(np.uint8), np.abs(x).reshape(len(x), -1, 32).max(axis=-1)
+    # At the ends of float32's range AITER rounds amax up to infinity, and a subnormal scale up to 2**-126.
+    same = {
+        "floor": amax >= 0,
+        "even": amax < 1.75 * 2.0**127,
+        "rceil": (amax == 0) | (amax > 3 * 2.0**-126),
+        "ceil": (amax == 0) | (amax > 2 * 2.0**-126),
+    }[rule]
+    assert same.mean() > 0.85
+    np.testing.assert_array_equal(ours[same], scale[same])
+    assert np.all(ours[~same] <= scale[~same])
+    assert np.all(ours[~same] + 1 >= scale[~same])
+    packed = np.asarray(mxjax.pack(q)).reshape(*ours.shape, 16)
+    np.testing.assert_array_equal(packed[same], codes.reshape(packed.shape)[same])

@@ -1,0 +1,332 @@
+"""RMSNorm and SwiGLU within Hopper's quantizer kernel, beside XLA's and the definitions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from support.quantizer import with_operand
+from triton.runtime.interpreter import interpreter_builder
+
+import mxjax
+from mxjax.kernels.cases.quantize import _H16, _PLAIN, computed_build
+from mxjax.kernels.quantize.quantizer import quantize_computed
+from mxjax.kernels.selftest.kernels import run_build
+from mxjax.operands.computed import Gated, GatedGradient, Norm, normed, rms_norm, swiglu
+from mxjax.operands.kernel_operand import pack_by_definition
+from mxjax.operands.product import Product
+from mxjax.operands.use import OperandUse
+from mxjax.policy import Rotation
+from mxjax.products import fused
+from mxjax.products.fused import fused_mlp, normed_dot
+from mxjax.runtime.devices import Target, use_target
+from mxjax.runtime.mesh import Layout
+
+ROWS, EPS = OperandUse(-1), 1e-5
+COLUMNS = [OperandUse(-2), OperandUse(-2, rotation=Rotation(4)), OperandUse(-2, rotation=Rotation(16))]
+H16 = mxjax.get_policy("wgrad_hadamard")
+LAYERS = "product", "mlp", "normed mlp"
+
+
+def draw_operand(kind, r, c):
+    """Returns [r, c] of a norm or of SwiGLU, or the gradient of SwiGLU; rows span binades."""
+    rng = np.random.default_rng(0)
+
+    def product(n, scale=1.0):
+        raw = jnp.asarray(scale * rng.standard_normal((r, n)), jnp.bfloat16)
+        return Product(raw, tuple(jnp.asarray(np.exp2(rng.integers(-3, 4, m)), jnp.float32) for m in (r, n)))
+
+    if kind == "normed":
+        x = rng.standard_normal((r, c)) * np.exp2(rng.integers(-3, 4, (r, 1)))
+        scale = jnp.asarray(1 + rng.standard_normal(c) / 4, jnp.float32)
+        return normed(jnp.asarray(x, jnp.bfloat16), Norm(scale, EPS))
+    return Gated(product(2 * c)) if kind == "gated" else GatedGradient(product(2 * c), product(c, 2.0**-9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "columns", "most"),
+    [
+        *(
+            (kind, shape, columns, 1e-3)
+            for kind, shape in (
+                *(("normed", (37, 136)), ("normed", (128, 128))),
+                *(("gated", (37, 160)), ("gradient", (37, 160))),
+            )
+            for columns in COLUMNS
+        ),
+        *((kind, (256, 128), COLUMNS[2], 2e-3) for kind in ("gated", "gradient")),
+    ],
+)
+def test_it_quantizes_what_xla_computes(on_hopper, kind, shape, columns, most):
+    """Whole tiles, and edges on both axes: rows end in a group, a block and a tile, columns in a tile."""
+
+    @jax.jit
+    def both(x):
+        # Without a barrier XLA leaves out roundings between what is computed and the definition.
+        values = jax.lax.optimization_barrier(x.value())
+        wanted = [pack_by_definition(values, use) for use in (ROWS, columns)]
+        return jax.tree.leaves(quantize_computed(x, ROWS, columns)), jax.tree.leaves(wanted)
+
+    pairs = list(zip(*both(draw_operand(kind, *shape)), strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    assert sum(int(jnp.sum(a != b)) for a, b in pairs) / sum(a.size for a, _ in pairs) < most
+
+
+def test_infinities_and_zeros(on_hopper):
+    """A row of zeros stays zero. Infinity times its row's factor, 0, is NaN; the row's others are 0."""
+    x = draw_operand("normed", 64, 32)
+    x = normed(x.x.at[3].set(0).at[40, 5].set(jnp.inf), Norm(x.scale, EPS))
+    rows, columns = quantize_computed(x, ROWS, COLUMNS[0])
+    assert not np.any(rows.elements[3])
+    np.testing.assert_array_equal(rows.packed[1][:, 0] == 255, np.arange(64) == 40)
+    assert np.argwhere(columns.packed[1] == 255).tolist() == [[5, 1]]
+
+
+def test_gates_tiles_end_where_those_of_the_up_projection_begin(on_hopper, monkeypatch):
+    """In reverse order the programs write the same: none writes what another does."""
+    builder, x = interpreter_builder, draw_operand("gradient", 32, 160)
+    wanted, place = quantize_computed(x, ROWS, COLUMNS[0]), builder.set_grid_idx
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z), raising=True
+    )
+    got = quantize_computed(x, ROWS, COLUMNS[0])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["normed", "gated", "gradient"])
+def test_builds_name_what_the_kernels_write(on_hopper, kind):
+    assert run_build(computed_build(kind, (200, 160), (_PLAIN, _H16))) == {}
+
+
+def make_layer(kind, seen, policies=(H16, H16), implementation="fp8_carriers"):
+    """Returns a layer's loss and result by x, a norm's scale unless `kind` is "mlp", and weights.
+
+    `seen` gets whether kernels compute the norm of a product, or the MLP's SwiGLU.
+    """
+
+    def loss(x, *arrays):
+        norm, weights = (None, arrays) if kind == "mlp" else (Norm(arrays[0], EPS), arrays[1:])
+        if kind == "product":
+            options = {"policy": policies[0], "key": None, "layout": None}
+            y = normed_dot(x, norm, *weights, implementation=implementation, **options)
+        else:
+            options = {"policies": policies, "keys": [None] * 2, "layouts": [None] * 2}
+            y = fused_mlp(x, weights, norm=norm, implementation=implementation, **options)
+        seen.append(y is not None)
+        if y is None:
+            y = x if norm is None else rms_norm(x, norm)
+            options = {"implementation": implementation, "preferred_element_type": x.dtype}
+            for i, w in enumerate(weights):
+                y = mxjax.dot(swiglu(y) if i else y, w, policy=policies[i], **options)
+        return jnp.sum(y.astype(jnp.float32) * jnp.sin(jnp.arange(y.size)).reshape(y.shape)), y
+
+    return loss
+
+
+def draw_layer(kind, tokens, d, width, spread=0):
+    """Returns arguments of a layer; rows and columns span binades, for carriers to leave factors."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((*tokens, d)) * np.exp2(rng.integers(-spread, spread + 1, (*tokens, 1)))
+    shapes = [(d, width)] if kind == "product" else [(d, 2 * width), (width, d)]
+    weights = [rng.standard_normal(shape) / 8 for shape in shapes]
+    weights = [w * np.exp2(rng.integers(-spread, spread + 1, (1, w.shape[1]))) for w in weights]
+    scale = [] if kind == "mlp" else [1 + rng.standard_normal(d) / 4]
+    return jnp.asarray(x, jnp.bfloat16), *(jnp.asarray(t, jnp.float32) for t in (*scale, *weights))
+
+
+def assert_close(got, wanted, bound):
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(t, np.float32) for t in (a, b))
+        assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [
+        ("product", "fp8_carriers"),
+        ("mlp", "fp8_carriers"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("mlp", "triton"), ("normed mlp", "fp8_carriers"))
+        ),
+    ],
+)
+def test_results_and_gradients_are_those_of_separate_steps(on_hopper, monkeypatch, kind, implementation):
+    arrays = draw_layer(kind, (2, 40), 64, 96, spread=2)
+    policies = (H16, mxjax.get_policy("wgrad") if kind == "mlp" else H16)
+    results, seen = [], []
+    for fuse in (True, False):
+        if not fuse:
+            monkeypatch.setattr(fused, "fuses_norm", lambda *_: False)
+            monkeypatch.setattr(fused, "_fuses", lambda *_: False)
+        layer = make_layer(kind, seen, policies, implementation)
+        run = jax.jit(jax.value_and_grad(layer, tuple(range(len(arrays))), has_aux=True))
+        (_, y), gradients = run(*arrays)
+        results.append([y, *gradients])
+    assert seen == [True, False]
+    assert_close(*results, 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYERS)
+def test_mapped_layers(on_hopper, kind):
+    """Under vmap of x its tokens join, and under vmap of the gradient each has its own."""
+    x, *others = draw_layer(kind, (3, 32), 32, 32)
+    layer, axes = make_layer(kind, [], implementation="triton"), (0, *(None for _ in others))
+    np.testing.assert_array_equal(jax.vmap(layer, axes)(x, *others)[1], layer(x, *others)[1])
+
+    def of_weights(run):
+        return jax.grad(lambda *others: jnp.sum(run(x, *others)[1].astype(jnp.float32)), range(len(others)))
+
+    if kind == "mlp":
+        assert_close(of_weights(jax.vmap(layer, axes))(*others), of_weights(layer)(*others), 2e-3)
+    gradient = jax.jit(jax.grad(lambda *arrays: layer(*arrays)[0], tuple(range(len(others) + 1))))
+    every = jax.vmap(gradient, axes)(x, *others)
+    assert_equal = np.testing.assert_array_equal
+    if kind != "mlp":  # a norm's gradients sum in another order
+        assert_equal = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-4)
+    for i in range(3):
+        for one, mapped in zip(gradient(x[i], *others), every, strict=True):
+            assert_equal(one.astype(jnp.float32), mapped[i].astype(jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "width"), [("product", 32), ("product", 0), ("mlp", 32)])
+def test_on_one_device_by_hand(on_hopper, kind, width):
+    """Under shard_map the gradients of the scale and of weights, which are replicated, are summed."""
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    arrays, seen, implementation = draw_layer(kind, (32,), 32, width), [], "fp8_carriers"
+    implementation = "triton" if kind == "mlp" else implementation
+
+    def loss(*arrays):
+        return jax.lax.psum(make_layer(kind, seen, implementation=implementation)(*arrays)[0], "a")
+
+    by_hand = jax.shard_map(loss, mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P())
+    got = jax.jit(jax.grad(by_hand, (0, 1, 2)))(*arrays)
+    alone = make_layer(kind, [], implementation=implementation)
+    wanted = jax.grad(lambda *arrays: alone(*arrays)[0], (0, 1, 2))(*arrays)
+    assert seen == [True]
+    if kind == "product":
+        assert_close(got, wanted, 5e-3)
+        return
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2e-2, atol=1e-5)
+
+
+def policies(*names, **changes):
+    """Returns policies by name; "GEMM.SIDE" changes an operand of wgrad_hadamard."""
+    changed = [
+        with_operand(H16, *n.split("."), **changes) if "." in n else mxjax.get_policy(n) for n in names
+    ]
+    return {"policies": tuple(changed)}
+
+
+NAME = "wgrad_hadamard"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "fuses"),
+    [
+        *(
+            (kind, changes, fuses)
+            for kind in ("product", "mlp")
+            for changes, fuses in (
+                ({}, True),
+                (policies("wgrad", "wgrad"), True),
+                (policies("full_hadamard", "full_hadamard"), False),  # rotated rows
+                (policies("wgrad_sr", "wgrad_sr"), False),
+                (policies("fprop_dgrad", "fprop_dgrad"), False),  # columns in bfloat16
+                (policies("bf16", NAME), False),
+                ({"implementation": "xla"}, False),
+                ({"dtype": jnp.float32}, False),
+                ({"tokens": 0}, False),
+                ({"target": Target("cuda", "sm_89")}, False),
+                ({"target": Target("hip", "gfx950")}, False),
+            )
+        ),
+        ("product", policies("fprop.lhs", NAME, gradient="clipped"), False),
+        ("product", policies("wgrad.lhs", NAME, source="dequantized"), False),
+        ("product", policies("fprop.lhs", NAME, scale_rule="even"), False),
+        ("product", policies("fprop.rhs", NAME, prescale=0.75), True),
+        ("product", {"d": 36}, False),
+        ("mlp", policies(NAME, "bf16"), False),
+        ("mlp", policies(NAME, "fprop.lhs", gradient="clipped"), False),
+        ("mlp", policies("fprop.lhs", NAME, gradient="clipped"), True),
+        ("mlp", policies(NAME, "wgrad.lhs", source="dequantized"), False),
+        ("mlp", policies("dgrad.lhs", NAME, scale_rule="even"), False),
+        ("mlp", policies(NAME, "dgrad.lhs", scale_rule="even"), True),
+        ("mlp", policies("fprop.rhs", NAME, prescale=0.75), False),
+        ("mlp", policies(NAME, "dgrad.rhs", prescale=0.75), False),
+        ("mlp", policies(NAME, "fprop.rhs", prescale=0.75), True),
+        ("mlp", {"width": 48}, False),  # gate and up share a block of the gradient's rows
+        ("mlp", {"width": 0}, False),
+        ("mlp", {"layout": Layout(P(), P(), whole_sums=False)}, False),
+    ],
+)
+def test_where_kernels_compute(kind, changes, fuses):
+    options = {"policies": (H16, H16), "implementation": "triton", "dtype": jnp.bfloat16, "layout": None}
+    options |= {"tokens": 16, "d": 40, "width": 64, "target": Target("cuda", "sm_90")} | changes
+    d, width, common = options["d"], options["width"], {"implementation": options["implementation"]}
+    shapes = [(d,), (d, 32)] if kind == "product" else [(d, 2 * width), (width, d)]
+    arguments = [jax.ShapeDtypeStruct((options["tokens"], d), options["dtype"])]
+    arguments += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def run(x, first, second):
+        key, layout = jax.random.key(0), options["layout"]
+        if kind == "product":
+            policy = options["policies"][0]
+            return normed_dot(x, Norm(first, EPS), second, policy=policy, key=key, layout=layout, **common)
+        pairs = {"policies": options["policies"], "keys": [key] * 2, "layouts": [layout] * 2}
+        return fused_mlp(x, (first, second), **pairs, **common)
+
+    with use_target(options["target"]), jax.set_mesh(jax.make_mesh((1,), ("a",))):
+        assert (jax.eval_shape(run, *arguments) is not None) == fuses
+
+
+def test_an_mlp_whose_norm_no_kernel_computes(on_hopper):
+    """SwiGLU may be computed by kernels where the norm is not: its policy has one operand in another way."""
+    policy = with_operand(H16, "fprop", "lhs", scale_rule="even")
+    layer = jax.jit(lambda *arrays: make_layer("normed mlp", [], (policy, policy))(*arrays)[0])
+    assert jnp.isfinite(layer(*draw_layer("normed mlp", (16,), 32, 32)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keys": [None, None]}, ValueError, "needs key="),
+        ({"keys": [1, 1]}, TypeError, "must be a JAX key"),
+        ({"shape": (64, 66)}, ValueError, r"fused_mlp needs x \[..., d_in\]"),
+    ],
+)
+def test_errors(options, error, message):
+    x, gate_up = jnp.ones((16, 64), jnp.bfloat16), jnp.ones(options.get("shape", (64, 64)))
+    drawn = [with_operand(H16, "fprop", "rhs", rounding="stochastic")] * 2
+    keys, more = options.get("keys", [jax.random.key(0)] * 2), {"implementation": None, "layouts": [None] * 2}
+    with pytest.raises(error, match=message):
+        fused_mlp(x, (gate_up, jnp.ones((32, 64))), policies=drawn, keys=keys, **more)
+
+
+@pytest.mark.parametrize("kind", ["gated", "gradient"])
+def test_products_in_float32_are_refused(on_hopper, kind):
+    x = jax.tree.map(lambda t: t.astype(jnp.float32), draw_operand(kind, 32, 32))
+    with pytest.raises(TypeError, match="tensors in bfloat16"):
+        quantize_computed(x, ROWS, COLUMNS[0])
+
+
+@pytest.mark.parametrize("scale", [(), (1,), (48,)])
+@pytest.mark.parametrize("kind", ["product", "normed mlp"])
+def test_a_scale_that_does_not_match_is_refused(kind, scale):
+    x, _, *weights = draw_layer(kind, (4,), 32, 32)
+    with pytest.raises(ValueError, match=r"needs a scale \(32,\)"):
+        make_layer(kind, [])(x, jnp.ones(scale), *weights)
+
+
+def test_weights_that_do_not_match_are_refused():
+    x, scale, _ = draw_layer("product", (4,), 32, 32)
+    with pytest.raises(ValueError, match=r"normed_dot needs x \[\.\.\., d_in\]"):
+        make_layer("product", [])(x, scale, jnp.ones((48, 8)))
