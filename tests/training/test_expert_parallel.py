@@ -103,7 +103,8 @@ def test_on_gpus_rows_travel_by_one_collective_each_way(monkeypatch, traffic, th
 
 FP32 = ["fp32:expert=2,fsdp=2,tensor=2:8:16"]
 PRODUCTS = ["fp32:expert=8", "full_sr:expert=2,data=2,fsdp=2", "tetrajet:expert=4,tensor=2"]
-PRODUCTS += ["nvfp4:expert=2,context=2,data=2"]
+PRODUCTS += ["nvfp4:expert=2,context=2,data=2", "fp8:expert=4,tensor=2:fp8_carriers"]
+PRODUCTS += [f"{name}:expert=2,data=2,fsdp=2:fp8_carriers" for name in ("wgrad_hadamard", "full_sr")]
 PACKED = ["tetrajet:expert=2,data=2,fsdp=2", "lumen_dequantized:expert=4,tensor=2"]
 QUANTIZED = ["wgrad_sr:expert=2,fsdp=2,tensor=2:8:16", "wgrad_hadamard:expert=8:8:16"]
 QUANTIZED += ["nvfp4:expert=2,context=2,data=2:4:64", "fp32:expert=4,data=2:8:16"]
@@ -143,15 +144,6 @@ def test_products_of_experts_have_the_bits_of_one_device(found):
 
 
 @pytest.mark.slow
-def test_products_of_experts_by_carriers_have_the_bits_of_one_device():
-    """Also of one scale for all tokens, and of random bits, which count rows as in one device's runs."""
-    meshes = "expert=2,data=2,fsdp=2", "expert=4,tensor=2"
-    policies = ("wgrad_hadamard", 0), ("fp8", 1), ("full_sr", 0)
-    for record in program("experts", *(f"{policy}:{meshes[i]}:fp8_carriers" for policy, i in policies)):
-        assert max(record["errors"]) < 3e-7, record
-
-
-@pytest.mark.slow
 def test_each_device_multiplies_its_experts_by_grouped_kernels():
     """By Triton's interpreter in three products; kernels are the default where they run."""
     cases = {
@@ -160,7 +152,7 @@ def test_each_device_multiplies_its_experts_by_grouped_kernels():
         "full_hadamard:expert=2,data=2:triton": ("grouped_rows_kernel", "grouped_sums_kernel"),
         "tetrajet_v2:expert=2,data=2:": None,  # whose scales along runs no kernel multiplies
     }
-    for record in program("kernels", *cases, TRITON_INTERPRET="1"):
+    for record in on_devices(8, "support.contexts", "kernels", *cases, TRITON_INTERPRET="1"):
         names = cases[record["case"]]
         assert record["kernels"] == ([names[0], *names] if names else []), record
         assert max(record["errors"]) < 3e-7, record
