@@ -50,7 +50,7 @@ MORE_INTERPRETED = [
 BUILDS = {
     "gfx950": [
         *(*EMULATED_GEMMS, *EMULATED_QUANTIZERS, "draw_*", "attention_*"),
-        *(*LLAMA, *EXPERTS, "quantize_8192x4096_*", "quantize_4096x6144_*"),
+        *(*LLAMA, *EXPERTS, *STEP, "quantize_8192x4096_bfloat16_rows_packed-sr_columns_packed-sr"),
     ],
     "sm_90": [
         *(LLAMA[0], *SMALL_GEMMS, *STEP, *INTERPRETED),
