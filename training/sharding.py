@@ -283,7 +283,8 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             rule = RULES[name] or ()
             axis = " x ".join(a for a in ((rule,) if isinstance(rule, str) else rule) if sizes[a] > 1)
             parameter = ".".join(str(key.key) for key in path)
-            most = max(n for n in range(1, parts) if size % (n * unit) == 0 or n == 1)
+            fewer = (n for n in range(1, parts) if parts % n == 0)
+            most = max(n for n in fewer if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
             instead = f"reduce {axis}, to {most} at most," if most > 1 else f"leave {axis} out"
             raise ValueError(

@@ -170,7 +170,8 @@ def check_policies(
             jax.eval_shape(functools.partial(product, policy), x, w, size)
         except NotImplementedError as error:
             why = str(error).split("; use")[0]
-            advice = f"choose another --policy, or one of this layer by --layers '{name}=POLICY'"
+            rules = "'blocks.*.mlp.gate_up=POLICY' 'blocks.*.mlp.down=POLICY'"
+            advice = f"choose another --policy, or one of such layers by --layers {rules}"
             if " implementation " in f" {why}":
                 advice = "leave --implementation out"
             raise ValueError(f"experts cannot run {name}: {why}; {advice}") from None

@@ -198,16 +198,24 @@ def _check_policy(policy: Policy) -> None:
             f"ragged_dot takes no scales of earlier steps, as {', '.join(policy.delayed)} would have; "
             "use current scales, as 'fp8' does"
         )
-    operands = [operand for gemm in policy.gemms.values() for operand in (gemm.lhs, gemm.rhs)]
-    whole = all(o.split == "none" and not get_format(o.format).is_vector for o in operands)
-    whole &= not any(gemm.rotation and gemm.rotation.order != "given" for gemm in policy.gemms.values())
-    if any(gradients_read_tensors(policy)) or not whole:
+    refused = []
+    for name, gemm in policy.gemms.items():
+        operands = {f"{name}.{side}": operand for side, operand in (("lhs", gemm.lhs), ("rhs", gemm.rhs))}
+        refused += [f"{side}.split={o.split!r}" for side, o in operands.items() if o.split != "none"]
+        vectors = [f"{side}.format={o.format!r}" for side, o in operands.items()]
+        refused += [text for text, o in zip(vectors, operands.values(), strict=True) if _is_vector(o)]
+        if gemm.rotation and gemm.rotation.order != "given":
+            refused.append(f"{name}.rotation.order={gemm.rotation.order!r}")
+    if any(gradients_read_tensors(policy)):
+        refused.append("gradients through the Fprop's quantization or rotation (gradient=, source=)")
+    if refused:
         raise NotImplementedError(
-            "ragged_dot takes operands with gradient='straight_through' and split='none', no fp4_vector, "
-            "no permutation, "
-            f"and source='dequantized' only of an Fprop without rotation, not {policy}; "
-            "use mxjax.dot for each expert"
+            f"ragged_dot does not take the policy's {', '.join(refused)}; use mxjax.dot for each expert"
         )
+
+
+def _is_vector(operand: Operand) -> bool:
+    return get_format(operand.format).is_vector
 
 
 def row_unit(policy: Policy) -> int:

@@ -75,7 +75,7 @@ class Forecast(NamedTuple):
         return max(found, key=lambda memory: memory.total)
 
     def changes(self, given: Setting) -> Iterator[Setting]:
-        """Yields settings of less memory, the cheapest changes first."""
+        """Yields settings that may take less memory, the cheapest changes first."""
         batch, setting = self.config.data.batch_size, given
         for remat in _REMATS[_REMATS.index(given.remat) + 1 :]:
             with contextlib.suppress(ValueError):
@@ -135,8 +135,12 @@ def forecast(config: Config) -> str:
     if needed.total <= there_is:
         return "\n".join([*lines, f"that fits {device}"])
     lines.append(f"that is more than {device}; with less memory:")
+    least = needed.total
     for setting in outline.changes(given):
         total = outline.memory(setting).total
+        if total >= least:
+            continue
+        least = total
         lines.append(f"  {_flags(setting)}: {gib(total)} GiB" + (", which fits" if total <= there_is else ""))
         if total <= there_is:
             return "\n".join(lines)

@@ -64,7 +64,13 @@ from training.run.resume import (
     last_checkpoint,
     read_run_to_resume,
 )
-from training.run.tokens import check_tokens_of, checksum_of_data, how_to_tokenize, own_tokenizer
+from training.run.tokens import (
+    check_tokenizer_of,
+    check_tokens_of,
+    checksum_of_data,
+    how_to_tokenize,
+    own_tokenizer,
+)
 from training.sharding import check_batch, check_shards, make_mesh, parse_mesh
 
 # Everything that a run killed before its config.json leaves behind.
@@ -88,6 +94,8 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_wandb()
     if config.init is not None and config.data.data:
         check_tokens_of(config.init, "--data", config.data.data[-1])
+        for prefix in parse_blend(config.data.data)[0]:
+            check_tokenizer_of(config.init, "--data", prefix)
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)

@@ -102,12 +102,13 @@ def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
 
 def check_tokenizer_of(run: pathlib.Path, flag: str, path: str) -> None:
     """Raises ValueError if a tokenizer with other tokens made the dataset `path` than the run's data."""
-    recorded, theirs = read_run_config(run).get("tokenizer"), tokenizer_path(path)
+    own, theirs = own_tokenizer(run), tokenizer_path(path)
+    recorded = read_run_config(run).get("tokenizer") or (own and tokens_checksum(own))
     if recorded is None or not is_indexed([path]) or not theirs.exists():
         return
     if tokens_checksum(theirs) != recorded:
         begun = begun_run(run)
-        ours = _tokenizers_of(begun.data.data)[0] if begun is not None else run
+        ours = _tokenizers_of(begun.data.data)[0] if begun is not None else own or run
         raise ValueError(
             f"{flag} {path} was tokenized by {theirs}, and {run} was trained on tokens of {ours}; tokenize "
             f"the text again with --tokenizer {shlex.quote(str(ours))}"

@@ -212,10 +212,10 @@ def test_random_bits_are_replayed_under_remat_and_scan():
         *(
             ({"policy": policy, "key": jax.random.key(0)}, NotImplementedError, message)
             for policy, message in (
-                ("quartet", "ragged_dot takes operands with gradient='straight"),
-                ("averis", "ragged_dot takes operands with .* split='none'"),
-                (Policy(Gemm(Operand("fp4_vector"))), "no fp4_vector"),
-                (Policy(wgrad=Gemm(rotation=Rotation(1, order="fixed"))), "no permutation"),
+                ("quartet", "policy's gradients through the Fprop's"),
+                ("averis", "does not take the policy's fprop.lhs.split='mean', "),
+                (Policy(Gemm(Operand("fp4_vector"))), "fprop.lhs.format='fp4_vector'"),
+                (Policy(wgrad=Gemm(rotation=Rotation(1, order="fixed"))), "wgrad.rotation.order="),
             )
         ),
         ({"group_sizes": jnp.ones(4)}, TypeError, "needs integer group_sizes, got float32"),

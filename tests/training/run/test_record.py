@@ -6,6 +6,7 @@ import os
 import pytest
 
 from training.config import Config, DataConfig
+from training.files import HUGGINGFACE
 from training.run.record import documents_of_run, from_json, read_run_config, to_json, write_run_config
 from training.run.tokens import check_tokenizer_of, checksum_of_data, find_tokenizer, tokens_checksum
 
@@ -133,3 +134,15 @@ def test_data_of_other_tokens_is_refused_even_where_the_run_s_are_gone(tokenized
     other = write(tmp_path / "other", merges=[])
     with pytest.raises(ValueError, match=f"--data {tmp_path}/other was tokenized by {other}, and .* was"):
         check_tokenizer_of(tokenized, "--data", str(tmp_path / "other"))
+
+
+def test_an_import_without_training_has_the_tokens_of_its_tokenizer(tmp_path):
+    (tmp_path / "run" / HUGGINGFACE).mkdir(parents=True)
+    write_run_config(tmp_path / "run", {"config": to_json(Config()), "imported": "hub"})
+    write(tmp_path / "own").rename(tmp_path / "run" / HUGGINGFACE / "tokenizer.json")
+    for name, merges in (("same", ["a b"]), ("other", [])):
+        (tmp_path / f"{name}.idx").touch()
+        write(tmp_path / name, merges=merges)
+    check_tokenizer_of(tmp_path / "run", "--data", str(tmp_path / "same"))
+    with pytest.raises(ValueError, match=r"other was tokenized by .* with --tokenizer .*run/huggingface/t"):
+        check_tokenizer_of(tmp_path / "run", "--data", str(tmp_path / "other"))
