@@ -1,6 +1,5 @@
 """The study's figures from its finished runs. The same runs give the same file."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -115,60 +114,6 @@ def mechanism(cells: Mapping[str, CellResult]) -> Figure:
     axes.set_axisbelow(True)
     axes.set_xlabel("loss minus that without a rotation, tokens in order, in nats; 95 % intervals")
     _legend(figure, 4)
-    return figure
-
-
-def along(cells: Mapping[str, CellResult]) -> Figure:
-    """Draws what remedies of Wgrad change in the course of a run, against the tokens so far."""
-    groups = [group for group in GROUPS if group[0] != "350m"]
-    figure = Figure(figsize=(7, 5.2), layout="constrained")
-    panels = list(figure.subplots(2, math.ceil(len(groups) / 2), sharey=True).flat)
-    texts = list(beside_fp8.CHANGES)[1:]
-    for axes, group in zip(panels, groups, strict=False):
-        for i, text in enumerate(texts):
-            found = beside_fp8.change_along(cells, group, text)
-            x = [
-                tokens / 1e6 for tokens in found if tokens >= 3e6
-            ]  # before, differences are ten times as large
-            shown = [e for tokens, e in found.items() if tokens >= 3e6]
-            label = text.removesuffix(" minus none") if group == groups[0] else None
-            axes.plot(
-                x, [e.mean for e in shown], color=_SHADES[i], label=label, linestyle=("-", "--", ":")[i]
-            )
-            if i == 0:
-                axes.fill_between(x, [e.low for e in shown], [e.high for e in shown], color="#dddddd")
-        axes.axhline(0, color="#7f7f7f", linewidth=0.8)
-        axes.set_title(GROUPS[group], loc="left", fontsize="medium")
-        axes.set_ylim(-0.12, 0.04)
-    for axes in panels[len(groups) :]:
-        axes.set_visible(False)
-    figure.supxlabel("million tokens", fontsize="medium")
-    figure.supylabel("loss minus that without the remedy, in nats", fontsize="medium")
-    _legend(figure, 3)
-    return figure
-
-
-def missed(cells: Mapping[str, CellResult]) -> Figure:
-    """Draws the share of runs that never reach a loss that fp8 reaches before its end."""
-    policies = ("fprop_dgrad", "wgrad", *REMEDIES, "full_hadamard", "full_sr")
-    groups = [group for group in GROUPS if group[0] != "350m"]
-    figure = Figure(figsize=(7, 1.4 + 0.28 * len(policies)), layout="constrained")
-    panels = figure.subplots(1, len(groups), sharey=True)
-    for axes, group in zip(panels, groups, strict=True):
-        for y, policy in enumerate(policies):
-            for x, (n, of) in enumerate(beside_fp8.missed_by(cells, group, policy, "floor") or ()):
-                color = "white" if 2 * n > of else "black"
-                axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, color=str(1 - 0.8 * n / of))
-                axes.text(x, y, f"{n}/{of}", ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(
-            range(len(beside_fp8.SHARES)), [f"{100 * share:.0f} %" for share in beside_fp8.SHARES]
-        )
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_xlim(-0.5, len(beside_fp8.SHARES) - 0.5)
-        axes.set_title(GROUPS[group].replace(", ", ",\n"), loc="left", fontsize="small")
-    panels[0].set_yticks(range(len(policies)), policies)
-    panels[0].set_ylim(len(policies) - 0.5, -0.5)
-    figure.supxlabel("runs that miss the loss which fp8 has after this share of its run", fontsize="medium")
     return figure
 
 

@@ -22,30 +22,6 @@ def runs_of(stretches, seeds=3):
     return runs
 
 
-def test_differences_along_a_run_are_paired_after_each_quarter():
-    found = beside_fp8.along(
-        gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2, "wgrad_hadamard.floor": 1.1}))
-    )
-    rows = [line.split(" | ") for line in found.splitlines()[2:]]
-    assert [row[1] for row in rows] == ["5.0", "10.0", "15.0", "20.0"]
-    cost, gain = power_law(10e6 / 1.2) - power_law(10e6), power_law(10e6 / 1.1) - power_law(10e6 / 1.2)
-    assert rows[1][2].startswith(f"{cost:+.4f}")
-    assert rows[1][3].startswith(f"{gain:+.4f}")
-    assert rows[1][4] == ""
-    assert rows[1][-1] == "3 |"
-    assert beside_fp8.along({}).startswith("Not run yet")
-
-
-def test_a_run_misses_the_loss_that_fp8_has_when_ours_has_too_few_tokens():
-    """With 1.15 times the tokens of fp8, its loss at 80 % of the run is reached, that at 90 % is not."""
-    runs = runs_of({"fp8.own": 1.0, "wgrad.floor": 1.15})
-    runs[-1] |= {"final_loss": math.nan}
-    cells = gather(runs)
-    assert beside_fp8.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "floor") == [(1, 3), (3, 3), (3, 3)]
-    assert "| wgrad floor | 1 of 3 | 3 of 3 | 3 of 3 |" in beside_fp8.missed(cells)
-    assert beside_fp8.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "even") is None
-
-
 def test_tokens_of_the_paper_in_nats_lie_between_the_published_slopes():
     """By hand: 0.049 nats over 147,456 to 172,032 sequences, and 0.027 over 159,744 to 172,032."""
     low, high = beside_fp8.in_nats((0.26, 0.27))

@@ -94,28 +94,3 @@ def test_gradients_are_rounded_to_bfloat16():
     found = programs.to_bfloat16(gradients)["w"]
     assert found.tolist() == gradients["w"].astype(jnp.bfloat16).astype(jnp.float32).tolist()
     assert found.tolist() != gradients["w"].tolist()
-
-
-def test_states_and_muon_are_compared_with_float32_and_adamw():
-    at = f"60m.{FRESH}"
-    losses = {
-        f"bf16.own.{at}": 2.5,
-        f"bf16.own.{at}-moments": 2.51,
-        f"fp8.own.{at}": 2.6,
-        f"wgrad.floor.{at}": 2.7,
-    }
-    for rate, loss in zip(MUON_RATES, (2.6, 2.4, 2.45, 2.7), strict=True):
-        losses[f"fp8.own.{at}-muon-lr{rate}"] = loss
-    losses[f"wgrad.floor.{at}-muon-lr3e-3"] = 2.45
-    runs = [
-        record(name, name.partition(".")[0], seed, loss + 0.1 * seed, name.split(".", 3)[3])
-        for name, loss in losses.items()
-        for seed in (16, 17)
-    ]
-    cells = gather(runs)
-    assert "| bf16: moments | +0.0100 |" in second_part.states(cells)
-    assert "| fp8 | 4.2500 | 4.0500 | 4.1000 | 4.3500 | 2 |" in second_part.muon_rates(cells)
-    shown = second_part.muon(cells)
-    assert "| wgrad minus fp8 | +0.0500 |" in shown
-    assert "| wgrad minus fp8: Muon minus AdamW | -0.0500 |" in shown
-    assert "6e-3" not in shown
