@@ -12,7 +12,7 @@ from training.log import throughput
 from training.log.display import Display
 from training.log.health import NonFiniteError
 from training.log.metrics import MetricsLog, json_line
-from training.log.reporter import StepReporter
+from training.log.reporter import StepReporter, Work
 from training.step import StepMetrics
 
 
@@ -64,9 +64,7 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
 
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     out = Recorder()
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: step / 10
-    )
+    reporter = StepReporter(out, out, out, out, Work(8, 1e9, lambda step: step / 10))
     reporter.step(1, metrics())
     assert out.written == []
     reporter.step(2, metrics(loss=0.5))
@@ -82,9 +80,7 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
 
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
     out = Recorder()
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda step: 0.0
-    )
+    reporter = StepReporter(out, out, out, out, Work(8, 1e9, lambda step: 0.0))
     reporter.step(7, metrics(float("nan")))
     with pytest.raises(NonFiniteError, match="loss nan"):
         reporter.step(8, metrics())
@@ -94,9 +90,7 @@ def test_a_loss_that_is_not_finite_is_logged_and_raised():
 def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates():
     out = Recorder()
     out.skips = True
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=1e9, learning_rate=lambda updates: updates
-    )
+    reporter = StepReporter(out, out, out, out, Work(8, 1e9, lambda updates: updates))
     for step, m in enumerate([metrics(), metrics(float("nan")), metrics(skipped=1)], 1):
         reporter.step(step, m)
     reporter.flush()
@@ -168,9 +162,7 @@ def test_a_step_is_reported_with_its_rates(monkeypatch):
     clock = iter([0.0, 2.0, 2.0, 10.0, 11.0, 11.0])  # made; read and reset at each flush; reset in between
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = Recorder()
-    reporter = StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=2e12, learning_rate=lambda step: 0.0
-    )
+    reporter = StepReporter(out, out, out, out, Work(8, 2e12, lambda step: 0.0))
     reporter.step(1, first)
     reporter.flush()
     reporter.restart_clock()  # an evaluation lasted eight seconds
