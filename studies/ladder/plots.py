@@ -6,12 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.statistics import Estimate, differences, t_interval
-from studies.ladder import beside_fp8
 from studies.ladder.cells import FRESH, MAIN_PROTOCOLS, WGRAD_ONLY
 from studies.ladder.kinds import ARRANGED
 from studies.ladder.results import CellResult, by_group
 from studies.ladder.studies import REMEDIES
-from studies.ladder.tables import GROUPS
+from studies.ladder.tables import GROUPS, PAPER, beyond, in_nats
 
 _FEW = 3
 """Of fewer seeds the values are drawn instead of their interval, which would be wider than all others."""
@@ -41,22 +40,20 @@ _KINDS = {
 
 def costs(cells: Mapping[str, CellResult]) -> Figure:
     """Draws the final losses beyond fp8's, and beside them those of the paper's Llama 3.1 8B in nats."""
-    names = list(beside_fp8.PAPER)
+    names = list(PAPER)
     groups = [group for group in GROUPS if group[0] != "350m"]  # two seeds say nothing on this scale
     figure = Figure(figsize=(7, 1.3 + 0.62 * len(names)), layout="constrained")
     axes = figure.subplots()
-    for y, (policy, tokens) in enumerate(beside_fp8.PAPER.values()):
+    for y, (policy, tokens) in enumerate(PAPER.values()):
         if tokens is not None:
-            low, high = beside_fp8.in_nats(tokens)
+            low, high = in_nats(tokens)
             label = "the paper, in nats" if y == 0 else None
             axes.barh(y, high - low, 0.8, low, color="#c9d6e8", label=label)
         for i, group in enumerate(groups):
-            found = beside_fp8.beyond(cells, policy, group)
+            found = beyond(cells, policy, group)
             at = y + 0.14 * (i - (len(groups) - 1) / 2)
             _interval(axes, found, at, _MARKERS[i], _SHADES[i], GROUPS[group] if y == 2 else None)
-    labels = [
-        name if of[1] else f"{name}\n(paper: does not converge)" for name, of in beside_fp8.PAPER.items()
-    ]
+    labels = [name if of[1] else f"{name}\n(paper: does not converge)" for name, of in PAPER.items()]
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.axvline(0, color="#7f7f7f", linewidth=0.8)

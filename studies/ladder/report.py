@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from mxjax.runtime.tables import insert
 from studies.documents import STYLE, as_csv
-from studies.ladder import beside_fp8, claims, plots, second_part, tables, token_tables
+from studies.ladder import claims, plots, second_part, tables, token_tables
 from studies.ladder.results import CellResult, Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
 from studies.quotes import fill
@@ -38,7 +38,7 @@ TABLES = {
     "seen": claims.seen,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
-    "nats": beside_fp8.nats,
+    "nats": tables.nats,
     "mechanism": second_part.mechanism,
     "mechanism even": second_part.mechanism_even,
     "local": second_part.local,

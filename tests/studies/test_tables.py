@@ -1,11 +1,11 @@
-"""Tables of losses along a run, of missed losses, and of costs beside the paper's."""
+"""Tables of costs beside the paper's."""
 
 import math
 
 import numpy as np
 import pytest
 
-from studies.ladder import beside_fp8
+from studies.ladder import tables
 from studies.ladder.results import gather
 from tests.support.study_runs import power_law, record
 
@@ -24,10 +24,10 @@ def runs_of(stretches, seeds=3):
 
 def test_tokens_of_the_paper_in_nats_lie_between_the_published_slopes():
     """By hand: 0.049 nats over 147,456 to 172,032 sequences, and 0.027 over 159,744 to 172,032."""
-    low, high = beside_fp8.in_nats((0.26, 0.27))
+    low, high = tables.in_nats((0.26, 0.27))
     assert low == pytest.approx(0.049 / math.log(172032 / 147456) * math.log(1.26), abs=0.002)
     assert high == pytest.approx(0.027 / math.log(172032 / 159744) * math.log(1.27), abs=0.002)
-    found = beside_fp8.nats(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2})))
+    found = tables.nats(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2})))
     cost = power_law(20e6 / 1.2) - power_law(20e6)
     assert f"| all three | 26 to 27 % | {low:.3f} to {high:.3f} | {cost:+.4f}" in found
     assert "| all three, stochastic rounding of Wgrad | does not converge | does not converge |  |" in found
