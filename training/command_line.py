@@ -25,9 +25,9 @@ from typing import Any, cast
 import tyro
 
 from mxjax.policy import Policy
-from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, by_flag
 from training.files import absolute_path
+from training.flags import mlperf
 from training.flags.names import suggestion
 from training.flags.ranges import COUNT
 from training.process.start import output_errors, program_name

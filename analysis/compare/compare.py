@@ -19,8 +19,8 @@ from analysis.compare.runs import (
     read_runs,
 )
 from analysis.runs import RecordedRun
-from training import mlperf
 from training.files import check_parent, make_absolute
+from training.flags import mlperf
 from training.flags.ranges import FINITE, check_ranges
 from training.log.display import text_table
 from training.process.start import output_errors
