@@ -5,9 +5,11 @@ function built on a kernel can be tested without a GPU.
 """
 
 import concurrent.futures
+import contextvars
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,37 @@ except ImportError as error:
 
 
 MOST_PROGRAMS = 65535  # CUDA's limit along every grid axis but the first
+
+
+class Call(NamedTuple):
+    """The arguments of `triton_call`."""
+
+    kernel: Any
+    arrays: tuple[jax.Array, ...]
+    out: Sequence[jax.ShapeDtypeStruct]
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    options: Mapping[str, Any]
+    constants: dict[str, Any]
+
+
+_recorded: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+def calls_of(function: Callable[..., Any], *arrays: Any) -> list[Call]:
+    """Returns the calls of `triton_call` in a function of arrays with these shapes and dtypes; none runs.
+
+    The function must not call another whose trace JAX caches, such as one of `jax.jit`: the cache would keep
+    a trace without kernels.
+    """
+    calls: list[Call] = []
+    token = _recorded.set(calls)
+    try:
+        jax.eval_shape(lambda *arrays: [function(*arrays)][:0], *arrays)  # whose result is nothing
+    finally:
+        _recorded.reset(token)
+    return calls
 
 
 def triton_call(
@@ -57,7 +90,9 @@ def triton_call(
         reads it. The kernel gets a pointer to that memory for both.
       constants: the kernel's arguments after the pointers.
     """
-    if 0 in grid:
+    if (calls := _recorded.get()) is not None:
+        calls.append(Call(kernel, arrays, out, grid, num_warps, num_stages, options or {}, constants))
+    if 0 in grid or calls is not None:
         return [varying_as(jnp.zeros(o.shape, o.dtype), *arrays) for o in out]
     if isinstance(kernel, InterpretedFunction):
         _interpreter_thread()

@@ -25,9 +25,9 @@ from typing import Any, cast
 import tyro
 
 from mxjax.policy import Policy
-from training import mlperf
 from training.config import Config, DataConfig, MLPerfConfig, OptimizerConfig, by_flag
 from training.files import absolute_path
+from training.flags import mlperf
 from training.flags.names import suggestion
 from training.flags.ranges import COUNT
 from training.process.start import output_errors, program_name
@@ -298,12 +298,13 @@ def parse(argv: list[str] | None = None) -> Config:
     default = Config()
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
-        if known.resume and known.out and (begun := _begun_run(known.out, known.steps)) is not None:
+        steps, decay = (n if n and COUNT.contains(n) else None for n in (known.steps, known.decay))
+        if known.resume and known.out and (begun := _begun_run(known.out, steps)) is not None:
             # The devices may be others than those at the beginning.
             own: dict[str, Any] = {"mesh": None, "devices": None, "distributed": False}
             default = dataclasses.replace(begun, stop_after=None, expert_traffic=None, **own)
         elif known.branch and not known.resume:
-            default = _branch_of(known.branch, known.decay)
+            default = _branch_of(known.branch, decay, steps)
         elif known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
     if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
@@ -317,10 +318,10 @@ def _begun_run(folder: pathlib.Path, steps: int | None) -> Config | None:
     return extension_defaults(folder, steps)
 
 
-def _branch_of(path: pathlib.Path, decay: int | None) -> Config:
+def _branch_of(path: pathlib.Path, decay: int | None, steps: int | None) -> Config:
     from training.run.resume import branch_defaults
 
-    return branch_defaults(path, decay if decay is not None and COUNT.contains(decay) else None)
+    return branch_defaults(path, decay, steps)
 
 
 def check_flags() -> None:

@@ -378,6 +378,14 @@ class Config:
         return self.out or pathlib.Path("runs") / name
 
 
+ABOUT_THE_RUN = frozenset(
+    {"out", "resume", "plan", "stop_after", "checkpoint_every", "keep_checkpoints", "eval_every"}
+    | {"log_every", "spike_factor", "mesh", "devices", "distributed"}
+    | {field.name for field in dataclasses.fields(ObserveConfig)}
+)
+"""Flags that say where a run lies, on which devices, how often it reports, and nothing of what it trains."""
+
+
 def by_flag(config: Any) -> dict[str, Any]:
     """Returns the values of a configuration's fields, and of its concerns' fields, by flag."""
     found: dict[str, Any] = {}

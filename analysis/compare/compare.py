@@ -19,8 +19,8 @@ from analysis.compare.runs import (
     read_runs,
 )
 from analysis.runs import RecordedRun
-from training import mlperf
 from training.files import check_parent, make_absolute
+from training.flags import mlperf
 from training.flags.ranges import FINITE, check_ranges
 from training.log.display import text_table
 from training.process.start import output_errors
@@ -78,42 +78,49 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     runs = read_runs(arguments.runs, sequences=published)
     groups = group_by_configuration(runs)
     base = _baseline(groups, arguments.baseline)
-    unit = "sequences" if published else "tokens"
-    means: dict[str, Losses] = {group.name: group.curve("validation") for group in groups}
-    reached = {} if target is None else {name: first_at(losses, target) for name, losses in means.items()}
-    curves = {run.name: dict(run.validation) for run in runs}
-    if published:
-        references = {curve.name: dict(curve.losses) for curve in mlperf.PUBLISHED_CURVES}
-        means, curves = means | references, curves | references
     lengths = lengths_of(groups, base)
     compared = [group for group in groups if group not in lengths]
-    settings, warnings = differing_settings(groups), list(_warnings(runs, compared))
-    of_lengths = [group.name for group in lengths]
-    shown = {name: losses for name, losses in means.items() if name not in of_lengths}
-    said = [*(f"warning: {text}\n" for text in warnings), table(shown, unit)]
-    found = statistics_of(compared, base)
-    if len(groups) > 1 or len(runs) > 1:
-        said.append("\n" + statistics_table(found, base.name, unit))
-    said += [f"  {name}: {text}" for name, text in settings.items()]
-    ratios = token_statistics(compared, base, lengths, target)
-    said += token_table(ratios, base.name, target, unit)
-    said += [f"lengths of {base.name}, for final losses alone: {', '.join(of_lengths)}"] if lengths else []
-    if target is not None:
-        said.append(f"\n{unit} until loss {target:g}")
-        said += [f"  {group.name}: {_reached(group, reached[group.name], target)}" for group in groups]
-    health = health_of(compared)
-    said += health_tables(health)
-    said += _published_runs() if published else []
+    means: dict[str, Losses] = {group.name: group.curve("validation") for group in groups}
+    references = {c.name: dict(c.losses) for c in mlperf.PUBLISHED_CURVES} if published else {}
+    result = {
+        "target": target,
+        "unit": "sequences" if published else "tokens",
+        "curves": {run.name: dict(run.validation) for run in runs} | references,
+        "reached": {} if target is None else {name: first_at(of, target) for name, of in means.items()},
+        "reached_by_run": {} if target is None else {r.name: first_at(r.validation, target) for r in runs},
+        "groups": statistics_of(compared, base),
+        "token_ratios": token_statistics(compared, base, lengths, target),
+        "lengths": [group.name for group in lengths],
+        "health": health_of(compared),
+        "settings": differing_settings(groups),
+        "warnings": list(_warnings(runs, compared)),
+    }
     for path in arguments.plot:
-        plot(groups, {name: means[name] for name in list(means)[len(groups) :]}, target, unit, path)
+        plot(groups, references, target, result["unit"], path)
     if not arguments.json:
         with output_errors():
-            print("\n".join(said), flush=True)
-    of_runs = {} if target is None else {run.name: first_at(run.validation, target) for run in runs}
-    times = {"reached": reached, "reached_by_run": of_runs}
-    also = {"settings": settings, "warnings": warnings}
-    result = {"target": target, "unit": unit, "curves": curves, **times, "groups": found}
-    return result | {"token_ratios": ratios, "lengths": of_lengths, "health": health} | also
+            lines = [*_in_words(result, groups, base, means | references)]
+            print("\n".join([*lines, *(_published_runs() if published else [])]), flush=True)
+    return result
+
+
+def _in_words(
+    result: Mapping[str, Any], groups: Sequence[Group], base: Group, means: Mapping[str, Losses]
+) -> Iterator[str]:
+    """Yields the lines of a comparison; `means` are the curves of groups and of published runs."""
+    unit, target, lengths = result["unit"], result["target"], result["lengths"]
+    yield from (f"warning: {text}\n" for text in result["warnings"])
+    yield table({name: losses for name, losses in means.items() if name not in lengths}, unit)
+    if sum(len(group.runs) for group in groups) > 1:
+        yield "\n" + statistics_table(result["groups"], base.name, unit)
+    yield from (f"  {name}: {text}" for name, text in result["settings"].items())
+    yield from token_table(result["token_ratios"], base.name, target, unit)
+    if lengths:
+        yield f"lengths of {base.name}, for final losses alone: {', '.join(lengths)}"
+    if target is not None:
+        yield f"\n{unit} until loss {target:g}"
+        yield from (f"  {g.name}: {_reached(g, result['reached'][g.name], target)}" for g in groups)
+    yield from health_tables(result["health"])
 
 
 def _published_runs() -> list[str]:

@@ -1,6 +1,7 @@
 """Runs to compare: their losses by tokens, short names, and groups that differ in the seed alone."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import math
@@ -10,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from analysis.runs import RecordedRun, read
-from training.config import Config
+from training.config import ABOUT_THE_RUN, Config, MLPerfConfig
 from training.log.metrics import METRICS
 from training.run.record import to_json
 
 Losses = Mapping[int, float]
 """Losses by tokens, or by sequences, trained on."""
 
-_ELSEWHERE = {"seed", "out", "resume", "stop_after", "distributed", "mesh", "devices", "remat", "unroll"}
-_ELSEWHERE |= {"accumulate", "log_every", "checkpoint_every", "keep_checkpoints", "eval_every"}
-_ELSEWHERE |= {"spike_factor", "branch", "observe", "mlperf"}
-"""Fields of a configuration that say where, how often or with which seed, not what is trained."""
+_NOT_COMPARED = ABOUT_THE_RUN | {field.name for field in dataclasses.fields(MLPerfConfig)}
+_NOT_COMPARED |= {"seed", "branch", "remat", "unroll", "accumulate"}
+"""Flags that say where, how often or with which seed, not what is trained."""
 
 
 class Group(NamedTuple):
@@ -147,10 +147,6 @@ def _settings(config: Config) -> dict[str, Any]:
     values["model_config"] = _without_folders(values["model_config"])
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if name in _ELSEWHERE:
-            continue
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": str(part) for key, part in value.items()}
-        else:
-            flat[name] = str(value)
+        parts = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= {k: str(v) for k, v in parts.items() if k.rpartition(".")[2] not in _NOT_COMPARED}
     return flat

@@ -162,7 +162,10 @@ def _launch(
         "options": OPTIONS.get(table_of(target), {}),
         "CAUSAL": causal,
         "MASKED": first_key is not None,
-        **constants_of(q.shape, blocks, target),
+        **dict(zip("BSGRH", q.shape, strict=True)),
+        "BLOCK_Q": blocks.queries,
+        "BLOCK_K": blocks.keys,
+        "XCDS": 8 if table_of(target) == "gfx950" else 1,
     }
 
 
@@ -172,13 +175,3 @@ def grid_of(which: str, shape: tuple[int, ...], blocks: Blocks) -> tuple[int]:
     if which == "key_gradients":
         return (b * g * ceil_div(s, blocks.keys),)
     return (b * g * r * ceil_div(s, blocks.queries),)
-
-
-def constants_of(shape: tuple[int, ...], blocks: Blocks, target: Target | None) -> dict[str, int]:
-    """Returns the kernels' constexpr arguments for q of this shape."""
-    return {
-        **dict(zip("BSGRH", shape, strict=True)),
-        "BLOCK_Q": blocks.queries,
-        "BLOCK_K": blocks.keys,
-        "XCDS": 8 if table_of(target) == "gfx950" else 1,
-    }

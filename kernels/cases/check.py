@@ -22,7 +22,8 @@ from mxjax.kernels.cases.expected import Arrays
 def make_inputs(record: Mapping[str, Any]) -> Arrays:
     """Draws an example of the arrays that a record's kernel reads, by their names."""
     drawn = _function(record, "inputs")(**record["expected"]["arguments"])
-    return {a["name"]: drawn[a["name"]] for a in record["arguments"] if a["role"] == "input"}
+    inputs = (a for a in record["arguments"] if a["role"] == "input")
+    return {a["name"]: drawn[a["same_as"] or a["name"]] for a in inputs}
 
 
 def expected_outputs(record: Mapping[str, Any], inputs: Arrays) -> Arrays:

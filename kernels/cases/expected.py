@@ -293,8 +293,10 @@ def attention_outputs(inputs: Arrays, *, which: str, is_masked: bool = False, **
     q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
     scale, s = q.shape[-1] ** -0.5, q.shape[1]
     scores = np.einsum("bsgrh,btgh->bgrst", q, k) * scale
-    sees = np.tri(s, dtype=bool) & (np.arange(s) >= inputs["first_key"][..., None])
-    scores = np.where(sees[:, None, None], scores, -np.inf)
+    sees = np.tri(s, dtype=bool)
+    if is_masked:
+        sees = (sees & (np.arange(s) >= inputs["first_key"][..., None]))[:, None, None]
+    scores = np.where(sees, scores, -np.inf)
     if which == "forward":
         lse = np.logaddexp.reduce(scores, axis=-1)
         if is_masked:

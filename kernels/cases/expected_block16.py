@@ -34,11 +34,8 @@ def uses_of_tensor(recipe: str, tensor: str) -> list[OperandUse]:
     return found
 
 
-def block16_inputs(*, shape: list[int], dtype: str, recipe: str, tensor: str, draws: bool) -> Arrays:
-    """Draws x [1, 1, rows, columns], with the largest magnitudes and what the uses draw.
-
-    A kernel that reads no scalars, or nothing for a step before, gets x in their stead.
-    """
+def block16_inputs(*, shape: list[int], dtype: str, recipe: str, tensor: str) -> Arrays:
+    """Draws x [1, 1, rows, columns], with the largest magnitudes and what the uses draw."""
     rng = np.random.default_rng(0)
     rows = np.exp2(rng.integers(-8, 8, (shape[0], 1)))
     x = (rng.standard_normal(shape) * rows).astype(dtype)
@@ -50,8 +47,7 @@ def block16_inputs(*, shape: list[int], dtype: str, recipe: str, tensor: str, dr
             maxima[0, i] = _bits(rotate_use(jnp.asarray(x), uses[axis])).max()
             scalars[0, 8 * i : 8 * i + 8] = _words(uses[axis])
     scalars[0, 16] = np.float32(1).view(np.uint32)
-    x = x[None, None]
-    return {"x": x, "maxima": maxima, "scalars": scalars if draws else x, "before": x}
+    return {"x": x[None, None], "maxima": maxima, "scalars": scalars}
 
 
 def _bits(x: jax.Array) -> np.ndarray:

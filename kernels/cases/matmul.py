@@ -4,27 +4,18 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from mxjax.kernels.cases import shapes
-from mxjax.kernels.cases.builds import Argument, Build, Expected
-from mxjax.kernels.launch import ceil_div
-from mxjax.kernels.matmul import carry, correct, grouped
-from mxjax.kernels.matmul import lost_rows as sift
-from mxjax.kernels.matmul.correct_kernel import correct_kernel
-from mxjax.kernels.matmul.fp4_gemm import constants_of, gemm_kernel, grid_of, shuffle_scales
+from mxjax.kernels.cases.builds import Build, Expected, build_of
+from mxjax.kernels.launch import Call, calls_of, ceil_div
+from mxjax.kernels.matmul import carry, grouped
+from mxjax.kernels.matmul.correct import correct
+from mxjax.kernels.matmul.fp4_gemm import constants_of, grid_of, launch, shuffle_scales
 from mxjax.kernels.matmul.grouped_kernel import grouped_rows_kernel, grouped_sums_kernel
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
-from mxjax.numerics.formats import BLOCK, E4M3
+from mxjax.numerics.formats import BLOCK
 from mxjax.operands.carriers import CARRIER_DTYPES, Carrier
 from mxjax.runtime.devices import Target
-
-_ELEMENTS = "E2M1, two a byte along k, element 2 i in the low nibble; [batch, rows, k / 2]"
-_SCALES = "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32]"
-_SHUFFLED = (
-    "E8M0 bytes, 2**(byte - 127), 255 is NaN; [batch, rows, k / 32] in the order of "
-    "mxjax.kernels.cases.expected.shuffle: [batch, blocks / 8, rows * 8]"
-)
 
 
 def builds(target: Target) -> list[Build]:
@@ -41,9 +32,8 @@ def builds(target: Target) -> list[Build]:
     sizes += [(shape, dtype) for shape in shapes.EDGE_GEMMS for dtype in ("bfloat16", "float32")]
     wanted = [build_gemm(*size, target) for size in sizes]
     if target.backend == "cuda":
-        wanted += [_correction(*size, target) for size in sizes]
+        wanted += [build for size in sizes for build in _corrections(*size, target)]
         wanted += _carries(target)
-        wanted += [_sift(*size) for size in sizes if carry.rows_and_parts(size[0].k // 32)[1] == 1]
     wanted += [build_gemm(_small(tiles), "bfloat16", target, tiles) for tiles in TILES[table_of(target)]]
     wanted += _grouped_builds(target)
     return list({build.name: build for build in wanted}.values())
@@ -80,16 +70,27 @@ def _steps(tiles: Tiles) -> int:
 def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles | None = None) -> Build:
     """Returns the build of a GEMM, with the tiles that its shape chooses if `tiles` is None."""
     _, m, n, k, batch = shape
-    return _build_product(
-        Expected("gemm", {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}),
-        gemm_kernel,
-        (f"gemm_{batch}x{m}x{n}x{k}_{dtype}", tiles or choose_tiles(m, n, k, batch, target), tiles is None),
-        {"lhs": batch, "rhs": batch, "out": (batch, m, n)},
-        {},
-        {},
-        "lhs @ rhs.T, summed in float32",
-        target,
-    )
+    chosen = tiles or choose_tiles(m, n, k, batch, target)
+    multiply = functools.partial(launch, dtype=jax.numpy.dtype(dtype), target=target, tiles=chosen)
+    [call] = calls_of(multiply, *_packed(batch, m, k), *_packed(batch, n, k))
+    sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
+    return _build_product(f"gemm_{batch}x{m}x{n}x{k}_{dtype}", call, Expected("gemm", sizes), tiles)
+
+
+def _packed(batch: int, rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a packed operand and of its scales."""
+    return _shaped("uint8", batch, rows, k // 2), _shaped("uint8", batch, rows, k // BLOCK)
+
+
+def _shaped(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _build_product(name: str, call: Call, expected: Expected, tiles: Tiles | None) -> Build:
+    """Returns the build of a product of packed operands; tiles that its shape does not choose are named."""
+    arguments = expected.arguments | {"shuffled": bool(call.constants["SHUFFLED"])}
+    name = name if tiles is None else f"{name}_tile{tiles.m}x{tiles.n}"
+    return build_of(name, call, expected._replace(arguments=arguments))
 
 
 def _grouped_builds(target: Target) -> list[Build]:
@@ -109,33 +110,19 @@ def _grouped_builds(target: Target) -> list[Build]:
     return [*found, _grouped_sums(sizes, d_in, d_out, target)]
 
 
-_EXPERTS = "the expert of each run of RUN rows, g for none"
-_STARTS = "the first run of each expert, then the end of the last"
-_ENDS = "0, the end of each expert's rows, and the number of rows"
-
-
 def _grouped_rows(
     sizes: tuple[int, ...], rows: int, n: int, k: int, target: Target, tiles: Tiles | None = None
 ) -> Build:
     """Returns the build of rows times their experts' matrices, of experts with so many of the rows."""
     groups, m = len(sizes), _filled(sizes, rows)
-    name = f"grouped_rows_{groups}x{rows}x{n}x{k}"
-    places = {
-        "experts": Argument((m // grouped.RUN,), "int32", meaning=_EXPERTS),
-        "starts": Argument((groups + 1,), "int32", meaning=_STARTS),
-        "ends": Argument((groups + 2,), "int32", meaning=_ENDS),
-    }
+    chosen = tiles or choose_tiles(m, n, k, 1, target)
+    places = [_shaped("int32", size) for size in (m // grouped.RUN, groups + 1, groups + 2)]
+    constants = constants_of(m, n, k, chosen, target) | {"GROUPS": groups, "RUN": grouped.RUN}
+    rest = (rows, n), grid_of(m, n, 1, chosen), "bfloat16", chosen, constants
+    call = _grouped_call(grouped_rows_kernel, ((1, m), (groups, n)), k, places, rest, target)
     arguments = {"m": m, "n": n, "k": k, "sizes": sizes, "rows": rows, "run": grouped.RUN}
-    return _build_product(
-        Expected("grouped_rows", arguments | {"dtype": "bfloat16"}),
-        grouped_rows_kernel,
-        (name, tiles or choose_tiles(m, n, k, 1, target), tiles is None),
-        {"lhs": 1, "rhs": groups, "out": (rows, n)},
-        places,
-        {"GROUPS": groups, "RUN": grouped.RUN},
-        "each expert's rows of lhs times the transpose of its rhs, summed in float32; zeros for no expert's",
-        target,
-    )
+    expected = Expected("grouped_rows", arguments | {"dtype": "bfloat16"})
+    return _build_product(f"grouped_rows_{groups}x{rows}x{n}x{k}", call, expected, tiles)
 
 
 def _grouped_sums(
@@ -143,74 +130,33 @@ def _grouped_sums(
 ) -> Build:
     """Returns the build of sums over experts' columns, of experts with so many of them."""
     groups, k = len(sizes), _filled(sizes, sum(sizes))
+    chosen = tiles or choose_tiles(m, n, k, groups, target)
+    constants = constants_of(m, n, k, chosen, target) | {"RUN": grouped.RUN}
+    rest = (groups, m, n), grid_of(m, n, groups, chosen), "float32", chosen, constants
+    starts = [_shaped("int32", groups + 1)]
+    call = _grouped_call(grouped_sums_kernel, ((1, m), (1, n)), k, starts, rest, target)
     arguments = {"m": m, "n": n, "k": k, "sizes": sizes, "run": grouped.RUN, "dtype": "float32"}
-    name = f"grouped_sums_{groups}x{m}x{n}x{k}"
     return _build_product(
-        Expected("grouped_sums", arguments),
-        grouped_sums_kernel,
-        (name, tiles or choose_tiles(m, n, k, groups, target), tiles is None),
-        {"lhs": 1, "rhs": 1, "out": (groups, m, n)},
-        {"starts": Argument((groups + 1,), "int32", meaning=_STARTS)},
-        {"RUN": grouped.RUN},
-        "of each expert lhs @ rhs.T over its runs of columns, summed in float32",
-        target,
+        f"grouped_sums_{groups}x{m}x{n}x{k}", call, Expected("grouped_sums", arguments), tiles
     )
+
+
+def _grouped_call(kernel, sides, k: int, places: list, rest: tuple, target: Target) -> Call:
+    """Returns the call of a grouped kernel with given tiles."""
+
+    def multiply(lhs, lhs_scales, rhs, rhs_scales, *places):
+        scales = [shuffle_scales(x, target) for x in (lhs_scales, rhs_scales)]
+        arrays = (lhs, scales[0], rhs, scales[1], *places)
+        return grouped._launch(kernel, arrays, *rest, options_of(rest[3], target))
+
+    operands = [x for side in sides for x in _packed(*side, k)]
+    [call] = calls_of(multiply, *operands, *places)
+    return call
 
 
 def _filled(sizes: tuple[int, ...], rows: int) -> int:
     """Returns the rows in runs of experts with so many of the rows, and of none with the rest."""
     return grouped.RUN * sum(ceil_div(size, grouped.RUN) for size in (*sizes, rows - sum(sizes)))
-
-
-def _build_product(
-    expected: Expected,
-    kernel,
-    tiled: tuple[str, Tiles, bool],
-    shape: dict,
-    more: dict[str, Argument],
-    constants: dict[str, int],
-    result: str,
-    target: Target,
-) -> Build:
-    """Returns the build of a product of packed operands.
-
-    Args:
-      tiled: the name without tiles, the tiles, and whether the shape chooses them.
-      shape: the batches of lhs and rhs, and the shape of out.
-      more, constants: the kernel's arguments after the operands, and those that the dense kernel lacks.
-    """
-    (name, tiles, chosen), sizes = tiled, expected.arguments
-    m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    constants = constants_of(m, n, k, tiles, target) | constants
-    signature = {}
-    for side, rows in (("lhs", m), ("rhs", n)):
-        scales = jax.ShapeDtypeStruct((shape[side], rows, k // 32), jnp.uint8)
-        scales = jax.eval_shape(functools.partial(shuffle_scales, target=target), scales)
-        signature[side] = Argument((shape[side], rows, k // 2), "uint8", meaning=_ELEMENTS)
-        meaning = _SHUFFLED if constants["SHUFFLED"] else _SCALES
-        signature[f"{side}_scales"] = Argument(scales.shape, "uint8", meaning=meaning)
-    out = Argument(shape["out"], sizes["dtype"], "output", result)
-    batch = shape["out"][0] if len(shape["out"]) == 3 else 1
-    return Build(
-        name=name if chosen else f"{name}_tile{tiles.m}x{tiles.n}",
-        kernel=kernel,
-        signature={**signature, **more, "out": out},
-        constants=constants,
-        grid=grid_of(m, n, batch, tiles),
-        expected=expected._replace(arguments=sizes | {"shuffled": bool(constants["SHUFFLED"])}),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        options=options_of(tiles, target),
-    )
-
-
-_CODE_WORDS = "E2M1, eight a word, element 8 i + j in bits 4 j to 4 j + 3; [1, rows, 4 words a block of 32]"
-_CARRIED = "the elements times 2**(scale byte - unit), 0 in place of lost ones"
-_GROUPED = "as out with a unit for each GROUP blocks, in programs that lost elements; not used if GROUP is 0"
-_GROUP_SCALES = "127 + the unit of a group - that of its row; where grouped is written"
-_FAR = "as lost, of lost rows with elements that changed in grouped; not used if GROUP is 0"
-_LOST_SUM = "192 times the sum of 2**shift of a row's lost blocks; where grouped is written"
-_LOST = "bit i is 1 if a shift changed elements of row i of a program's ROWS rows of BLOCKS blocks"
 
 
 def _carries(target: Target) -> list[Build]:
@@ -222,109 +168,38 @@ def _carries(target: Target) -> list[Build]:
 
 
 def _carry(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
-    programs = carry.programs_of(n, blocks)
-    constants = carry.constants_of(n, blocks, carrier, target, grouped=carrier == "e5m2")
-    has_groups = constants["GROUP"] > 0
-    grouped, group_scales, far, lost_sum = carry.outputs_of(1, n, blocks, has_groups=has_groups)[3:]
-    view = ((1, n, BLOCK * blocks), jnp.dtype(CARRIER_DTYPES[carrier]).name)
-    sizes = {"rows": n, "blocks": blocks, "tile": [constants["ROWS"], constants["BLOCKS"]]}
-    return Build(
-        name=f"carry_{n}x{BLOCK * blocks}_{carrier}",
-        kernel=carry.carry_kernel,
-        signature={
-            "words": Argument((1, n, 4 * blocks), "int32", meaning=_CODE_WORDS),
-            "scales": Argument((1, n, blocks), "uint8", meaning="E8M0 bytes"),
-            "out": Argument((1, n, 8 * blocks), "int32", "output", _CARRIED, view),
-            "unit": Argument((1, n), "uint8", "output", "the scale byte that becomes a factor of 1"),
-            "lost": Argument((1, programs), "uint32", "output", _LOST),
-            "grouped": Argument(grouped.shape, grouped.dtype.name, "scratch", _GROUPED),
-            "group_scales": Argument(group_scales.shape, group_scales.dtype.name, "scratch", _GROUP_SCALES),
-            "far": Argument(far.shape, far.dtype.name, "output" if has_groups else "scratch", _FAR),
-            "lost_sum": Argument(lost_sum.shape, lost_sum.dtype.name, "scratch", _LOST_SUM),
-        },
-        constants=constants,
-        grid=(programs, 1),
-        expected=Expected("carrier", sizes | {"carrier": carrier, "has_groups": has_groups}),
+    run = functools.partial(carry.carry_operand, carrier=carrier, target=target, grouped=carrier == "e5m2")
+    [call] = calls_of(run, *_packed(1, n, BLOCK * blocks))
+    has_groups = call.constants["GROUP"] > 0
+    sizes = {"rows": n, "blocks": blocks, "tile": [call.constants["ROWS"], call.constants["BLOCKS"]]}
+    return build_of(
+        f"carry_{n}x{BLOCK * blocks}_{carrier}",
+        call,
+        Expected("carrier", sizes | {"carrier": carrier, "has_groups": has_groups}),
+        {"out": CARRIER_DTYPES[carrier]},
+        () if has_groups else ("grouped", "group_scales", "far", "lost_sum"),
     )
 
 
-def _correction(shape: shapes.GemmShape, dtype: str, target: Target) -> Build:
+def _corrections(shape: shapes.GemmShape, dtype: str, target: Target) -> list[Build]:
+    """Returns the builds of a product's correction, and of the sifting before it if that takes whole rows."""
     _, m, n, k, batch = shape
-    tiles = correct.tiles_of(target)
-    parts = carry.rows_and_parts(k // 32)[1]
-    constants = correct.constants_of(m, n, k, tiles, has_groups=parts == 1)
+    y, sides = _shaped(dtype, batch, m, n), (_packed(batch, m, k), _packed(batch, n, k))
+
+    def run(y, lhs, lhs_scales, rhs, rhs_scales):
+        left = carry.carry_operand(lhs, lhs_scales, "e5m2", target, grouped=True)
+        right = carry.carry_operand(rhs, rhs_scales, "e4m3", target)
+        return correct(y, (lhs, lhs_scales, rhs, rhs_scales), left, right, target)
+
+    *sifts, call = calls_of(run, y, *sides[0], *sides[1])[2:]
+    constants = call.constants
     rows = {"lhs": constants["LHS_ROWS"], "rhs": constants["RHS_ROWS"]}
-    flags = {side: (batch, ceil_div(size, rows[side]) * parts) for side, size in (("lhs", m), ("rhs", n))}
-    groups = k // constants["GROUP"] if constants["GROUP"] else 1
-    unit = "scale byte that stands for 1 in each row of the operand's FP8 elements, from 64 to 190"
-    lost = (
-        "bit i is 1 if row i lost elements in FP8, for each of PARTS parts of each LHS_ROWS or RHS_ROWS rows"
-    )
-    factors = "2**(unit - 127)"
-    in_fp8 = "the operand in FP8, not read for far rows"
     sizes = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
-    result = (
-        "lhs @ rhs.T, summed in float32, divided by the factors of its row and column, in each row or column "
-        "that lost elements"
-    )
-    operands = {}
-    for side, length in (("lhs", m), ("rhs", n)):
-        operands[side] = Argument((batch, length, k // 2), "uint8", meaning=_ELEMENTS)
-        operands[f"{side}_scales"] = Argument((batch, length, k // 32), "uint8", meaning=_SCALES)
-    return Build(
-        name=f"correct_{batch}x{m}x{n}x{k}_{dtype}",
-        kernel=correct_kernel,
-        signature={
-            "before": Argument((batch, m, n), dtype, meaning="the previous content of out, at its address"),
-            **operands,
-            "lhs_unit": Argument((batch, m), "uint8", meaning=unit),
-            "rhs_unit": Argument((batch, n), "uint8", meaning=unit),
-            "lhs_lost": Argument(flags["lhs"], "uint32", meaning=lost),
-            "rhs_lost": Argument(flags["rhs"], "uint32", meaning=lost),
-            "lhs_grouped": Argument((batch, m, k), "float8_e5m2", meaning=in_fp8),
-            "lhs_group_scales": Argument(
-                (batch, m, groups), "uint8", meaning="127 + exponent of each GROUP columns"
-            ),
-            "lhs_far": Argument(flags["lhs"], "uint32", meaning="as lhs_lost, if far"),
-            "rhs_fp8": Argument((batch, n, k), "float8_e4m3fn", meaning=in_fp8),
-            "out": Argument((batch, m, n), dtype, "output", result),
-            "lhs_factors": Argument((batch, m), "float32", "output", factors),
-            "rhs_factors": Argument((batch, n), "float32", "output", factors),
-            "scratch": Argument(
-                correct.scratch_of(m, n, batch, tiles),
-                "int32",
-                "scratch",
-                "any content, of no meaning after",
-            ),
-        },
-        constants=constants,
-        grid=correct.grid_of(m, n, batch, tiles),
-        expected=Expected("correction", sizes | {"rows": rows, "parts": parts, "groups": groups}),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-
-
-def _sift(shape: shapes.GemmShape, dtype: str) -> Build:
-    _, m, n, k, batch = shape
-    rows = carry.rows_and_parts(k // 32)[0]
-    flags, sifted = ((batch, ceil_div(m, count)) for count in (rows, sift.ROWS))
-    constants = sift.constants_of(m, n, jnp.dtype(dtype), E4M3.dtype, rows)
-    sizes = {"batch": batch, "m": m, "n": n, "dtype": dtype, "rows": rows, "factor": constants["FACTOR"]}
-    still = "bit i is 1 if row i of 32 has one and an element of y is below lost_sum * FACTOR or NaN"
-    return Build(
-        name=f"sift_{batch}x{m}x{n}_{dtype}_{rows}",
-        kernel=sift.sift_kernel,
-        signature={
-            "y": Argument((batch, m, n), dtype, meaning="the product of two operands in FP8"),
-            "lost_sum": Argument((batch, m), "float32", meaning="as from carry_kernel"),
-            "lost": Argument(flags, "uint32", meaning="as from carry_kernel, a word for FROM rows"),
-            "far": Argument(flags, "uint32", meaning="as lost"),
-            "still_lost": Argument(sifted, "uint32", "output", still),
-            "still_far": Argument(sifted, "uint32", "output", "as still_lost, of far"),
-        },
-        constants=constants,
-        grid=(sifted[1], batch),
-        expected=Expected("sifting", sizes),
-        num_warps=sift.WARPS,
-    )
+    groups = k // constants["GROUP"] if constants["GROUP"] else 1
+    expected = Expected("correction", sizes | {"rows": rows, "parts": constants["PARTS"], "groups": groups})
+    found = [build_of(f"correct_{batch}x{m}x{n}x{k}_{dtype}", call, expected)]
+    for sift in sifts:
+        of_word, factor = sift.constants["FROM"], sift.constants["FACTOR"]
+        sizes = {"batch": batch, "m": m, "n": n, "dtype": dtype, "rows": of_word, "factor": factor}
+        found.append(build_of(f"sift_{batch}x{m}x{n}_{dtype}_{of_word}", sift, Expected("sifting", sizes)))
+    return found

@@ -29,13 +29,14 @@ The fields:
 
 Each argument has these fields: `name`; `type`, the pointer's type in Triton; `offset` and `size`, its place
 in the segment; `kind` and `address_space`, as in the code object's metadata; `shape`, `dtype`, `bytes` and
-`alignment` of the row-major array at the address; `meaning`; `role` and `view`. A `role` of "input" or
-"output" needs no explanation. An "unused" output belongs to a side that the build leaves out: pass any
-address, nothing is read or written there. Every output is written completely, except `out` of `correct_…`: it
-shares its address with `before`, and only the rows and columns that lost elements change. "scratch" is memory
-of any content for the kernel alone; `grouped`, `group_scales` and `lost_sum` of `carry_…` have this role too,
-because only programs that lost elements write them. `view` is the shape and dtype in which the expected
-result is defined: the quantizer and the carrier write words of 32 bits.
+`alignment` of the row-major array at the address; `role`, `same_as` and `view`. The docstring of `source`
+says what it contains. A `role` of "input" or "output" needs no explanation. `same_as` names the earlier array
+whose address stands in for an input that the build does not read. An "unused" output belongs to a side that
+the build leaves out: pass any address, nothing is read or written there. Every output is written completely,
+except `out` of `correct_…`: it shares its address with `before`, and only the rows and columns that lost
+elements change. "scratch" is memory of any content for the kernel alone; `grouped`, `group_scales` and
+`lost_sum` of `carry_…` have this role too, because only programs that lost elements write them. `view` is the
+shape and dtype in which the expected result is defined: the quantizer and the carrier write words of 32 bits.
 
 Launching on gfx950:
 
@@ -225,7 +226,7 @@ def _array(name: str, argument: Argument) -> dict[str, Any]:
         "bytes": math.prod(argument.shape) * to_dtype(argument.dtype).itemsize,
         "alignment": ALIGNMENT,
         "role": argument.role,
-        "meaning": argument.meaning,
+        "same_as": argument.same_as,
         "view": {"shape": shape, "dtype": np.dtype(dtype).name},
     }
 

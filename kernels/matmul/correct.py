@@ -55,6 +55,8 @@ def correct(
     # Triton's interpreter truncates to bfloat16 where GPUs round.
     before = y.astype(jnp.float32) if knobs.runtime.interpret else y
     tiles = tiles_of(target)
+    grid = min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
+    scratch = math.prod(grid), max(tiles.m, tiles.n)  # a tile's rows for each program
     corrected, row_factors, column_factors, _ = triton_call(
         correct_kernel,
         before,
@@ -69,10 +71,10 @@ def correct(
             jax.ShapeDtypeStruct(before.shape, before.dtype),
             jax.ShapeDtypeStruct((batch, m), jnp.float32),
             jax.ShapeDtypeStruct((batch, n), jnp.float32),
-            jax.ShapeDtypeStruct(scratch_of(m, n, batch, tiles), jnp.int32),
+            jax.ShapeDtypeStruct(scratch, jnp.int32),
         ],
         in_place=True,
-        grid=grid_of(m, n, batch, tiles),
+        grid=grid,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **constants_of(m, n, BLOCK * blocks, tiles, has_groups),
@@ -84,17 +86,6 @@ def tiles_of(target: Target | None) -> Tiles:
     """Returns the tiles of the recomputed product."""
     interpreted = target is None or target.backend == "interpreter"
     return TILES["interpreter"][0] if interpreted else GATHERED
-
-
-def grid_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
-    """Returns the number of programs along each grid axis."""
-    return min(ceil_div(m, tiles.m) * ceil_div(n, tiles.n), PROGRAMS), batch
-
-
-def scratch_of(m: int, n: int, batch: int, tiles: Tiles) -> tuple[int, int]:
-    """Returns the shape of the kernel's scratch memory, int32: a tile's rows for each program."""
-    programs = math.prod(grid_of(m, n, batch, tiles))
-    return programs, max(tiles.m, tiles.n)
 
 
 def constants_of(m: int, n: int, k: int, tiles: Tiles, has_groups: bool) -> dict[str, int]:

@@ -30,12 +30,9 @@ def draw(key: UInt32[Array, "2"], signs: tuple[int, ...]) -> UInt32[Array, "3 2 
 
 @functools.cache
 def _drawing(signs: tuple[int, ...]):
-    constants = constants_of(signs)
-    out = jax.ShapeDtypeStruct((GEMMS, 2, 6), jnp.uint32)
-
     @jax.custom_batching.custom_vmap
     def run(key):
-        return triton_call(draw_kernel, key, out=[out], grid=(GEMMS,), num_warps=1, **constants)[0]
+        return launch(key, signs)
 
     @run.def_vmap
     def _(size, batched, key):
@@ -45,9 +42,11 @@ def _drawing(signs: tuple[int, ...]):
     return run
 
 
-def constants_of(signs: Sequence[int]) -> dict[str, int]:
-    """Returns `draw_kernel`'s constants."""
-    return {f"SIGNS{i}": min(n, LARGEST_ROTATION) for i, n in enumerate(signs)}
+def launch(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[Array, "3 2 6"]:
+    """Draws the words of `draw` by the kernel."""
+    out = jax.ShapeDtypeStruct((GEMMS, 2, 6), jnp.uint32)
+    constants = {f"SIGNS{i}": min(n, LARGEST_ROTATION) for i, n in enumerate(signs)}
+    return triton_call(draw_kernel, key, out=[out], grid=(GEMMS,), num_warps=1, **constants)[0]
 
 
 def draw_by_definition(key: UInt32[Array, "2"], signs: Sequence[int]) -> UInt32[Array, "3 2 6"]:

@@ -124,13 +124,13 @@ def _on_mesh(sides: Sides, maxima: bool, shape: tuple[int, ...]):
         results.append(f"v {c_axis} {r_axis}")
     if maxima:
         results.append("v")
-    run = functools.partial(_call, sides, maxima)
+    run = functools.partial(launch_cast, sides, maxima)
     first = [re.findall(r"\w+", axis)[0] for axis in (r_axis, c_axis)]
     rule = f"v {r_axis} {c_axis}, v, v -> " + ", ".join(results)
     return partitioned(run, rule, sizes, whole, reduced=first)
 
 
-def _call(
+def launch_cast(
     sides: Sides, maxima: bool, x: jax.Array, rows: jax.Array, columns: jax.Array, sharding: Axes
 ) -> list[jax.Array]:
     """Runs the kernel on x, or on a shard of it by these mesh axes."""

@@ -117,11 +117,11 @@ def _on_mesh(sides: Sides, kind: ComputedKind, r: int):
     columns = [name for name in ("c", "two_c") if name in rule.replace("(", " ").replace(")", " ").split()]
     first = r_axis.strip("()").split()[0]
     return partitioned(
-        functools.partial(_call, sides, kind), rule, sizes, [*whole, *columns], reduced=[first]
+        functools.partial(launch_computed_cast, sides, kind), rule, sizes, [*whole, *columns], reduced=[first]
     )
 
 
-def _call(sides: Sides, kind: ComputedKind, *arguments: Any) -> list[jax.Array]:
+def launch_computed_cast(sides: Sides, kind: ComputedKind, *arguments: Any) -> list[jax.Array]:
     """Runs the kernel on tensors, or on shards of their rows by the mesh axes that come last."""
     *arrays, sharding = arguments
     axes: Axes = sharding

@@ -137,7 +137,7 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int)
             whole += uncut
             results.append(f"v b {other} {axis}")
     rule = ", ".join(arguments) + " -> " + ", ".join(results)
-    run = functools.partial(_call, pair, form, target, (r, c))
+    run = functools.partial(launch_pair, pair, form, target, (r, c))
     return partitioned(run, rule, sizes, whole)
 
 
@@ -147,7 +147,7 @@ def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
     return max(unit, BLOCK) if other and other.operand.is_square else unit
 
 
-def _call(
+def launch_pair(
     pair: Pair, form: Form, target: Target | None, whole: tuple[int, int], x, scalars, *places
 ) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
@@ -269,10 +269,11 @@ def _computed_on_mesh(pair: Pair, kind: ComputedKind, shape: tuple[int, ...]):
         whole += uncut
         results.append(f"v {other} {axis}")
     rule = ", ".join(arguments) + " -> " + ", ".join(results)
-    return partitioned(functools.partial(_call_computed, pair, kind), rule, sizes, [*whole, other])
+    return partitioned(functools.partial(launch_computed, pair, kind), rule, sizes, [*whole, other])
 
 
-def _call_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:
+def launch_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:
+    """Runs the kernel on the arrays of a kind."""
     v, r, n = arrays[0].shape
     launch = computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2))
     return triton_call(

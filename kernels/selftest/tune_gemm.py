@@ -3,10 +3,10 @@
     python -m mxjax.kernels.selftest.tune_gemm [--tokens 8192] [--gemms mlp.down.fprop …] [--table FILE]
 
 Every result is checked bit for bit, five times, before its case is timed. The operands are such that float32
-holds every partial sum in any order, as in `aot.expected.gemm_inputs`. So all results of the kernel have the
-bits of XLA's bfloat16 GEMM. The ceilings are `jnp.dot` of the same values in bfloat16 and in FP8, by cuBLAS
-or hipBLASLt. The fastest candidate of each GEMM goes into the table from which the library then chooses
-(`mxjax.kernels.matmul.tiles`). Prints one table a GEMM, and JSON as the last line. `python -m
+holds every partial sum in any order, as in `mxjax.kernels.cases.expected.gemm_inputs`. So all results of the
+kernel have the bits of XLA's bfloat16 GEMM. The ceilings are `jnp.dot` of the same values in bfloat16 and in
+FP8, by cuBLAS or hipBLASLt. The fastest candidate of each GEMM goes into the table from which the library
+then chooses (`mxjax.kernels.matmul.tiles`). Prints one table a GEMM, and JSON as the last line. `python -m
 mxjax.kernels.selftest` does the same in its group "gemms", and survives a kernel that crashes.
 """
 

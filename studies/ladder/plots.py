@@ -1,18 +1,16 @@
 """The study's figures from its finished runs. The same runs give the same file."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.statistics import Estimate, differences, t_interval
-from studies.ladder import beside_fp8
 from studies.ladder.cells import FRESH, MAIN_PROTOCOLS, WGRAD_ONLY
 from studies.ladder.kinds import ARRANGED
 from studies.ladder.results import CellResult, by_group
 from studies.ladder.studies import REMEDIES
-from studies.ladder.tables import GROUPS
+from studies.ladder.tables import GROUPS, PAPER, beyond, in_nats
 
 _FEW = 3
 """Of fewer seeds the values are drawn instead of their interval, which would be wider than all others."""
@@ -42,22 +40,20 @@ _KINDS = {
 
 def costs(cells: Mapping[str, CellResult]) -> Figure:
     """Draws the final losses beyond fp8's, and beside them those of the paper's Llama 3.1 8B in nats."""
-    names = list(beside_fp8.PAPER)
+    names = list(PAPER)
     groups = [group for group in GROUPS if group[0] != "350m"]  # two seeds say nothing on this scale
     figure = Figure(figsize=(7, 1.3 + 0.62 * len(names)), layout="constrained")
     axes = figure.subplots()
-    for y, (policy, tokens) in enumerate(beside_fp8.PAPER.values()):
+    for y, (policy, tokens) in enumerate(PAPER.values()):
         if tokens is not None:
-            low, high = beside_fp8.in_nats(tokens)
+            low, high = in_nats(tokens)
             label = "the paper, in nats" if y == 0 else None
             axes.barh(y, high - low, 0.8, low, color="#c9d6e8", label=label)
         for i, group in enumerate(groups):
-            found = beside_fp8.beyond(cells, policy, group)
+            found = beyond(cells, policy, group)
             at = y + 0.14 * (i - (len(groups) - 1) / 2)
             _interval(axes, found, at, _MARKERS[i], _SHADES[i], GROUPS[group] if y == 2 else None)
-    labels = [
-        name if of[1] else f"{name}\n(paper: does not converge)" for name, of in beside_fp8.PAPER.items()
-    ]
+    labels = [name if of[1] else f"{name}\n(paper: does not converge)" for name, of in PAPER.items()]
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.axvline(0, color="#7f7f7f", linewidth=0.8)
@@ -115,60 +111,6 @@ def mechanism(cells: Mapping[str, CellResult]) -> Figure:
     axes.set_axisbelow(True)
     axes.set_xlabel("loss minus that without a rotation, tokens in order, in nats; 95 % intervals")
     _legend(figure, 4)
-    return figure
-
-
-def along(cells: Mapping[str, CellResult]) -> Figure:
-    """Draws what remedies of Wgrad change in the course of a run, against the tokens so far."""
-    groups = [group for group in GROUPS if group[0] != "350m"]
-    figure = Figure(figsize=(7, 5.2), layout="constrained")
-    panels = list(figure.subplots(2, math.ceil(len(groups) / 2), sharey=True).flat)
-    texts = list(beside_fp8.CHANGES)[1:]
-    for axes, group in zip(panels, groups, strict=False):
-        for i, text in enumerate(texts):
-            found = beside_fp8.change_along(cells, group, text)
-            x = [
-                tokens / 1e6 for tokens in found if tokens >= 3e6
-            ]  # before, differences are ten times as large
-            shown = [e for tokens, e in found.items() if tokens >= 3e6]
-            label = text.removesuffix(" minus none") if group == groups[0] else None
-            axes.plot(
-                x, [e.mean for e in shown], color=_SHADES[i], label=label, linestyle=("-", "--", ":")[i]
-            )
-            if i == 0:
-                axes.fill_between(x, [e.low for e in shown], [e.high for e in shown], color="#dddddd")
-        axes.axhline(0, color="#7f7f7f", linewidth=0.8)
-        axes.set_title(GROUPS[group], loc="left", fontsize="medium")
-        axes.set_ylim(-0.12, 0.04)
-    for axes in panels[len(groups) :]:
-        axes.set_visible(False)
-    figure.supxlabel("million tokens", fontsize="medium")
-    figure.supylabel("loss minus that without the remedy, in nats", fontsize="medium")
-    _legend(figure, 3)
-    return figure
-
-
-def missed(cells: Mapping[str, CellResult]) -> Figure:
-    """Draws the share of runs that never reach a loss that fp8 reaches before its end."""
-    policies = ("fprop_dgrad", "wgrad", *REMEDIES, "full_hadamard", "full_sr")
-    groups = [group for group in GROUPS if group[0] != "350m"]
-    figure = Figure(figsize=(7, 1.4 + 0.28 * len(policies)), layout="constrained")
-    panels = figure.subplots(1, len(groups), sharey=True)
-    for axes, group in zip(panels, groups, strict=True):
-        for y, policy in enumerate(policies):
-            for x, (n, of) in enumerate(beside_fp8.missed_by(cells, group, policy, "floor") or ()):
-                color = "white" if 2 * n > of else "black"
-                axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, color=str(1 - 0.8 * n / of))
-                axes.text(x, y, f"{n}/{of}", ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(
-            range(len(beside_fp8.SHARES)), [f"{100 * share:.0f} %" for share in beside_fp8.SHARES]
-        )
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_xlim(-0.5, len(beside_fp8.SHARES) - 0.5)
-        axes.set_title(GROUPS[group].replace(", ", ",\n"), loc="left", fontsize="small")
-    panels[0].set_yticks(range(len(policies)), policies)
-    panels[0].set_ylim(len(policies) - 0.5, -0.5)
-    figure.supxlabel("runs that miss the loss which fp8 has after this share of its run", fontsize="medium")
     return figure
 
 

@@ -1,6 +1,6 @@
 """The report: tables as CSV, figures, and the numbers of docs/study.md, from the committed runs alone.
 
-Other CSV files beside them are frozen: the code that made them was removed with the study's first part.
+Other files beside them are frozen: the code that made them was removed once their runs were finished.
 """
 
 import io
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from mxjax.runtime.tables import insert
 from studies.documents import STYLE, as_csv
-from studies.ladder import beside_fp8, claims, plots, second_part, tables, token_tables
+from studies.ladder import claims, plots, second_part, tables, token_tables
 from studies.ladder.results import CellResult, Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
 from studies.quotes import fill
@@ -38,17 +38,12 @@ TABLES = {
     "seen": claims.seen,
     "decay tokens": token_tables.decay_tokens,
     "paper layout in tokens": token_tables.paper_layout_in_tokens,
-    "nats": beside_fp8.nats,
-    "along": beside_fp8.along,
-    "missed": beside_fp8.missed,
+    "nats": tables.nats,
     "mechanism": second_part.mechanism,
     "mechanism even": second_part.mechanism_even,
     "local": second_part.local,
     "generators": second_part.generators,
     "new rates": second_part.rates,
-    "states": second_part.states,
-    "muon rates": second_part.muon_rates,
-    "muon": second_part.muon,
 }
 """The tables, which are files of these names with "-" for " "."""
 SHOWN = ("both",)
@@ -57,8 +52,6 @@ PLOTS: Mapping[str, Callable[[Mapping[str, CellResult]], Figure]] = {
     "costs.svg": plots.costs,
     "remedies.svg": plots.remedies,
     "mechanism.svg": plots.mechanism,
-    "along.svg": plots.along,
-    "missed.svg": plots.missed,
 }
 """The figures, by the names of their files."""
 _CELLS = {cell.name for name, cells in STUDIES.items() if not name.startswith("recipes") for cell in cells}

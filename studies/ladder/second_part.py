@@ -1,14 +1,13 @@
 """The tables of the study's second part, whose tests and predictions are in plans/mechanism.md."""
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 
 from mxjax.runtime.tables import table
-from studies.ladder.cells import FRESH, MUON_RATE, MUON_RATES
+from studies.ladder.cells import FRESH
 from studies.ladder.claims import Cells, Claim, by_seed, table_of_tests
 from studies.ladder.kinds import ARRANGED, LOCAL
-from studies.ladder.studies import FIRST, MUON, STUDIES
+from studies.ladder.studies import FIRST
 from studies.ladder.tables import number
 
 _NAMES = {"wgrad": "none", "wgrad_hadamard": "H16", "wgrad_fixed": "fixed", "wgrad_rht": "redrawn"}
@@ -123,55 +122,6 @@ def rates(cells: Cells) -> str:
             means = (statistics.fmean(of[seed] for seed in seeds) for of in losses)
             rows.append([kind, *(number(mean) for mean in means), len(seeds)])
     return table("Wgrad | 2e-3 | 3e-3 | 4e-3 | seeds", rows) if rows else f"Not run yet: seeds from {FIRST}."
-
-
-def states(cells: Cells) -> str:
-    """Returns what optimizer states in bfloat16 change; nothing is tested."""
-    return _parts(cells, [("States in bfloat16 minus float32", (), STATES)], at=None)
-
-
-STATES = tuple(
-    Claim(f"{cell.partition('.')[0]}: {text}", f"{cell}.60m.{FRESH}{suffix}", f"{cell}.60m.{FRESH}")
-    for cell in ("bf16.own", "wgrad_hadamard.floor")
-    for suffix, text in (("-moments", "moments"), ("-states", "moments and parameters"))
-)
-
-
-def muon_rates(cells: Cells) -> str:
-    """Returns fp8's losses under Muon by learning rate, over the seeds that all rates have."""
-    names = [f"fp8.own.60m.{FRESH}-muon-lr{rate}" for rate in MUON_RATES]
-    losses = [cells[name].losses if name in cells else {} for name in names]
-    if not (seeds := sorted(set.intersection(*map(set, losses)))):
-        return f"Not run yet: seeds from {FIRST}."
-    means = (number(statistics.fmean(of[seed] for seed in seeds)) for of in losses)
-    return table(f"Muon | {' | '.join(MUON_RATES)} | seeds", [["fp8", *means, len(seeds)]])
-
-
-def muon(cells: Cells) -> str:
-    """Returns costs and gains under Muon, and how they differ from AdamW's; nothing is tested."""
-    return _parts(cells, [("Muon", (), muon_claims())], at=None)
-
-
-def muon_claims() -> list[Claim]:
-    """Returns the differences of `muon`."""
-    differences = [
-        *(Claim(f"{policy} minus fp8", f"{policy}.floor", "fp8.own") for policy in MUON[1:]),
-        *(Claim(f"{_NAMES[kind]} minus none", f"{kind}.floor", "wgrad.floor") for kind in ARRANGED[1::2]),
-        Claim("stochastic rounding minus none", "wgrad_sr.floor", "wgrad.floor"),
-        Claim("Wgrad beyond Fprop and Dgrad", "wgrad.floor", "fprop_dgrad.floor"),
-    ]
-    found = []
-    for claim in differences:
-        ours, adamw = claim.at(f"{FRESH}-muon-lr{MUON_RATE}"), claim.at(FRESH)
-        found.append(dataclasses.replace(ours, text=claim.text))
-        if set(adamw.cells) <= _PLANNED:
-            text = f"{claim.text}: Muon minus AdamW"
-            found.append(dataclasses.replace(ours, text=text, beside=(adamw.ours, adamw.base)))
-    found.append(_between("fp8: Muon minus AdamW", "fp8", "fp8", f"-muon-lr{MUON_RATE}", "", "own"))
-    return found
-
-
-_PLANNED = {cell.name for study in ("mechanism", "generators-60m") for cell in STUDIES[study]}
 
 
 def _parts(

@@ -15,8 +15,8 @@ from analysis.compare.runs import group_by_configuration, read_runs
 from analysis.runs import short_names
 from mxjax import get_policy
 from mxjax.policy.layers import LayerPolicies
-from training import mlperf
 from training.command_line import parse
+from training.flags import mlperf
 from training.phases import Phase, to_record
 from training.run.record import to_json
 

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from mxjax.policy import Rotation
-from studies.ladder import beside_fp8, claims, programs, second_part
+from studies.ladder import claims, programs, second_part, tables
 from studies.ladder.cells import FRESH, MUON_RATES, PROTOCOLS, Cell, policy_of
 from studies.ladder.claims import CLAIMS, LADDERS, SEEN, Claim
 from studies.ladder.kinds import ARRANGED, KINDS
@@ -99,31 +99,6 @@ def test_gradients_are_rounded_to_bfloat16():
     assert found.tolist() != gradients["w"].tolist()
 
 
-def test_states_and_muon_are_compared_with_float32_and_adamw():
-    at = f"60m.{FRESH}"
-    losses = {
-        f"bf16.own.{at}": 2.5,
-        f"bf16.own.{at}-moments": 2.51,
-        f"fp8.own.{at}": 2.6,
-        f"wgrad.floor.{at}": 2.7,
-    }
-    for rate, loss in zip(MUON_RATES, (2.6, 2.4, 2.45, 2.7), strict=True):
-        losses[f"fp8.own.{at}-muon-lr{rate}"] = loss
-    losses[f"wgrad.floor.{at}-muon-lr3e-3"] = 2.45
-    runs = [
-        record(name, name.partition(".")[0], seed, loss + 0.1 * seed, name.split(".", 3)[3])
-        for name, loss in losses.items()
-        for seed in (16, 17)
-    ]
-    cells = gather(runs)
-    assert "| bf16: moments | +0.0100 |" in second_part.states(cells)
-    assert "| fp8 | 4.2500 | 4.0500 | 4.1000 | 4.3500 | 2 |" in second_part.muon_rates(cells)
-    shown = second_part.muon(cells)
-    assert "| wgrad minus fp8 | +0.0500 |" in shown
-    assert "| wgrad minus fp8: Muon minus AdamW | -0.0500 |" in shown
-    assert "6e-3" not in shown
-
-
 def test_claims_are_about_cells_of_the_studies():
     names = {cell.name for study in STUDIES.values() for cell in study}
     assert {
@@ -196,36 +171,12 @@ def runs_of(stretches, seeds=3):
     return runs
 
 
-def test_differences_along_a_run_are_paired_after_each_quarter():
-    found = beside_fp8.along(
-        gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2, "wgrad_hadamard.floor": 1.1}))
-    )
-    rows = [line.split(" | ") for line in found.splitlines()[2:]]
-    assert [row[1] for row in rows] == ["5.0", "10.0", "15.0", "20.0"]
-    cost, gain = power_law(10e6 / 1.2) - power_law(10e6), power_law(10e6 / 1.1) - power_law(10e6 / 1.2)
-    assert rows[1][2].startswith(f"{cost:+.4f}")
-    assert rows[1][3].startswith(f"{gain:+.4f}")
-    assert rows[1][4] == ""
-    assert rows[1][-1] == "3 |"
-    assert beside_fp8.along({}).startswith("Not run yet")
-
-
-def test_a_run_misses_the_loss_that_fp8_has_when_ours_has_too_few_tokens():
-    """With 1.15 times the tokens of fp8, its loss at 80 % of the run is reached, that at 90 % is not."""
-    runs = runs_of({"fp8.own": 1.0, "wgrad.floor": 1.15})
-    runs[-1] |= {"final_loss": math.nan}
-    cells = gather(runs)
-    assert beside_fp8.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "floor") == [(1, 3), (3, 3), (3, 3)]
-    assert "| wgrad floor | 1 of 3 | 3 of 3 | 3 of 3 |" in beside_fp8.missed(cells)
-    assert beside_fp8.missed_by(cells, ("60m", "tuned-60m"), "wgrad", "even") is None
-
-
 def test_tokens_of_the_paper_in_nats_lie_between_the_published_slopes():
     """By hand: 0.049 nats over 147,456 to 172,032 sequences, and 0.027 over 159,744 to 172,032."""
-    low, high = beside_fp8.in_nats((0.26, 0.27))
+    low, high = tables.in_nats((0.26, 0.27))
     assert low == pytest.approx(0.049 / math.log(172032 / 147456) * math.log(1.26), abs=0.002)
     assert high == pytest.approx(0.027 / math.log(172032 / 159744) * math.log(1.27), abs=0.002)
-    found = beside_fp8.nats(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2})))
+    found = tables.nats(gather(runs_of({"fp8.own": 1.0, "wgrad.floor": 1.2})))
     cost = power_law(20e6 / 1.2) - power_law(20e6)
     assert f"| all three | 26 to 27 % | {low:.3f} to {high:.3f} | {cost:+.4f}" in found
     assert "| all three, stochastic rounding of Wgrad | does not converge | does not converge |  |" in found

@@ -16,10 +16,10 @@ import train as training_program
 from models.configs import get_config
 from models.decoder import layer_policies
 from mxjax.policy.layers import LayerPolicies
-from training import mlperf
 from training.command_line import parse
 from training.config import Config, MLPerfConfig
 from training.data.indexed_dataset import IndexedWriter
+from training.flags import mlperf
 from training.log.mlperf import TOKEN, MLPerfLog, settings
 from training.log.reporter import StepReporter
 from training.memory import ONE_DEVICE

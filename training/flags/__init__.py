@@ -1,1 +1,1 @@
-"""Values and names of flags: ranges of numbers, policies, and the names that other programs use."""
+"""Values and names of flags: ranges of numbers, policies, MLPerf's rules, and names of other programs."""

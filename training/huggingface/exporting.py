@@ -111,21 +111,31 @@ def export_checkpoint(
         if adapters:
             write_adapters(folder, config, restored)
             return adapters_in_words(target, at)
-        packing = _choose_packing(run, saved, config, params, at, quantize, scale_rule, calibrate)
+        source = _Source(run, saved, config, params)
+        packing = _choose_packing(source, at, quantize, scale_rule, calibrate)
         specs = specs_of(
             views(config, params), "bfloat16" if quantize else dtype, run / HUGGINGFACE / TENSOR_DTYPES
         )
-        raw = _export_config(run, saved, config, specs, packing, activations)
-        _write_small_files(folder, run, saved, raw, config)
+        raw = _export_config(source, specs, packing, activations)
+        _write_small_files(folder, source, raw)
         if template is not None:
             (folder / "chat_template.jinja").write_bytes(template)
         if quantize == "gguf":
             library, file = importlib.import_module("gguf"), folder / "model.gguf"
             write_gguf(library, file, config, params, packing.operands, raw)
         else:
-            _write_weights(folder, config, params, specs, packing, int((shard_gb or 5.0) * 1e9))
+            _write_weights(folder, source, specs, packing, int((shard_gb or 5.0) * 1e9))
         (folder / "README.md").write_text(model_card(run, saved, at, packing.line, weights))
     return export_in_words(target, config, at, packing.line)
+
+
+class _Source(NamedTuple):
+    """A run to export: its folder, its config.json, its model and the parameters."""
+
+    run: pathlib.Path
+    saved: dict[str, Any]
+    config: DecoderConfig
+    params: decoder.Params
 
 
 class _Packing(NamedTuple):
@@ -145,10 +155,7 @@ class _Packing(NamedTuple):
 
 
 def _choose_packing(
-    run: pathlib.Path,
-    saved: dict[str, Any],
-    config: DecoderConfig,
-    params: decoder.Params,
+    source: _Source,
     step: int,
     quantize: Quantization | None,
     scale_rule: ScaleRule | None,
@@ -157,6 +164,7 @@ def _choose_packing(
     """Returns how `--quantize` stores a model, by the policies of a step; see `choose_operands`."""
     if quantize is None:
         return _Packing(None, {}, "not quantized", None)
+    run, saved, config, params = source
     phases = from_record(saved)
     layers = without_histories(phase_at(phases, step).layers) if phases else None
     layout = layout_for(config, quantize)
@@ -205,14 +213,10 @@ def _template(path: pathlib.Path) -> bytes:
 
 
 def _write_weights(
-    folder: pathlib.Path,
-    config: DecoderConfig,
-    params: decoder.Params,
-    specs: Mapping[str, Spec],
-    packing: _Packing,
-    largest: int,
+    folder: pathlib.Path, source: _Source, specs: Mapping[str, Spec], packing: _Packing, largest: int
 ) -> None:
     """Writes all tensors, those of the packing packed, with the divisors of its inputs if there are any."""
+    _, _, config, params = source
     layout, operands, _, inputs = packing
     packed = set(names_of(config, operands))
     of_inputs = {name: amax for layer, amax in (inputs or {}).items() for name in names_of(config, [layer])}
@@ -234,14 +238,9 @@ def _write_weights(
                 writer.write(name, value)
 
 
-def _write_small_files(
-    folder: pathlib.Path,
-    run: pathlib.Path,
-    saved: Mapping[str, Any],
-    raw: dict[str, Any],
-    config: DecoderConfig,
-) -> None:
+def _write_small_files(folder: pathlib.Path, source: _Source, raw: dict[str, Any]) -> None:
     """Writes config.json, and what an imported checkpoint or the data's tokenizer brings."""
+    run, saved, config, _ = source
     data = saved["config"]["data"]["data"]
     if (run / HUGGINGFACE).exists():
         for file in small_files(run / HUGGINGFACE):
@@ -253,19 +252,15 @@ def _write_small_files(
         raw |= ids
         generation = folder / "generation_config.json"
         write_json(generation, (read_json(generation) if generation.exists() else {}) | ids)
-    _add_tokenizer(folder, run, saved, end)
+    _add_tokenizer(folder, source, end)
     write_json(folder / "config.json", raw)
 
 
 def _export_config(
-    run: pathlib.Path,
-    saved: Mapping[str, Any],
-    config: DecoderConfig,
-    specs: Mapping[str, Spec],
-    packing: _Packing,
-    activations: bool,
+    source: _Source, specs: Mapping[str, Spec], packing: _Packing, activations: bool
 ) -> dict[str, Any]:
     """Returns the imported config.json, or a new one, with the dtype and the format of the weights."""
+    run, saved, config, _ = source
     kept = run / HUGGINGFACE / "config.json"
     raw = read_json(kept) if kept.exists() else write_config(config, saved["config"]["data"]["seq_len"])
     raw.pop("quantization_config", None)  # the parameters are not packed
@@ -276,14 +271,13 @@ def _export_config(
     return raw
 
 
-def _add_tokenizer(
-    folder: pathlib.Path, run: pathlib.Path, saved: Mapping[str, Any], end: EndToken | None
-) -> None:
+def _add_tokenizer(folder: pathlib.Path, source: _Source, end: EndToken | None) -> None:
     """Copies the tokenizer of a run's training data, if there is one and the folder has none.
 
     Raises:
       ValueError: the tokenizer has other tokens than those that the run was trained on.
     """
+    run, saved, *_ = source
     found, paths = find_tokenizer(run, saved["config"]["data"]["data"])
     if (folder / "tokenizer.json").exists():
         return

@@ -18,8 +18,8 @@ import jax
 from models.sharding import batch_parts_of
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies
-from training import mlperf
 from training.config import Config
+from training.flags import mlperf
 from training.log.metrics import LineFile, parse_object, read_lines
 from training.plan import Plan
 

@@ -8,7 +8,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,32 +33,43 @@ from training.step import StepMetrics, TrainState, layer_names
 _RECENT_STEPS = 10  # averaged for the speed
 
 
+class Work(NamedTuple):
+    """The work of each step.
+
+    Attributes:
+      tokens, flops: of a step, over all devices.
+      learning_rate: a function of the number of earlier updates.
+      details: returns more numbers for the log from a step's `aux`, which has its cross-entropy.
+    """
+
+    tokens: int
+    flops: float
+    learning_rate: Callable[[int], Any]
+    details: Callable[[Any], Mapping[str, float]] = lambda aux: {}
+
+
+def work_of(plan: Plan) -> Work:
+    """Returns the work of a run's steps."""
+    config, experts = plan.config, plan.model.experts
+    tokens = config.data.tokens_a_step
+    flops = tokens * plan.model.flops_per_token(config.data.seq_len)
+    schedule = learning_rate(
+        config.optimizer, config.steps, np
+    )  # on the host: it must not wait for the device
+    if experts is None:
+        return Work(tokens, flops, schedule)
+    return Work(tokens, flops, schedule, lambda aux: summary(experts, aux.routing))
+
+
 class StepReporter:
     """Reports a step after the next one has been dispatched, so that the device never waits."""
 
     def __init__(
-        self,
-        log: MetricsLog,
-        display: Display,
-        nonfinite: NonFiniteGuard,
-        spikes: SpikeDetector,
-        tokens_a_step: int,
-        flops_a_step: float,
-        learning_rate: Callable[[int], Any],
-        details: Callable[[Any], Mapping[str, float]] | None = None,
+        self, log: MetricsLog, display: Display, nonfinite: NonFiniteGuard, spikes: SpikeDetector, work: Work
     ):
-        """Reports to the first four.
-
-        Args:
-          log, display, nonfinite, spikes: where the metrics go.
-          tokens_a_step: tokens of a step, over all devices.
-          flops_a_step: model FLOPs of a step, over all devices.
-          learning_rate: a function of the number of earlier updates.
-          details: returns more numbers for the log from a step's `aux`, which has its cross-entropy.
-        """
-        self._log, self._display, self._nonfinite, self._spikes = log, display, nonfinite, spikes
-        self._tokens_a_step, self._flops_a_step = tokens_a_step, flops_a_step
-        self._learning_rate, self._details = learning_rate, details
+        """Reports the work of steps to the first four."""
+        self.log, self.display, self.nonfinite, self.work = log, display, nonfinite, work
+        self._spikes = spikes
         self._pending: tuple[int, StepMetrics] | None = None
         self._clock = time.monotonic()
         self.step_times: list[float] = []
@@ -81,19 +92,19 @@ class StepReporter:
         values = {
             "loss": float(loss),
             "grad_norm": float(metrics.grad_norm),
-            "lr": float(self._learning_rate(step - 1 - int(metrics.skipped))),
+            "lr": float(self.work.learning_rate(step - 1 - int(metrics.skipped))),
         }
         self.step_times.append(time.monotonic() - self._clock)
         self._clock = time.monotonic()
         recent = self.step_times[max(1, len(self.step_times) - _RECENT_STEPS) :]  # the first one compiles
         mean = sum(recent or self.step_times) / max(len(recent), 1)
-        values |= throughput.speed(self._tokens_a_step, self._flops_a_step, mean, jax.devices())
+        values |= throughput.speed(self.work.tokens, self.work.flops, mean, jax.devices())
         values |= {"step_s": self.step_times[-1]} | memory_use(jax.local_devices()[0])
-        details = {} if self._details is None else self._details(metrics.aux)
-        skipped = {"skipped": True} if self._nonfinite.skips and not metrics.finite else {}
-        self._log.write(step=step, tokens=step * self._tokens_a_step, **values, **details, **skipped)
-        self._display.step(step, values | ({"mean_step_s": mean} if recent else {}))
-        self._nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
+        skipped = {"skipped": True} if self.nonfinite.skips and not metrics.finite else {}
+        values_and_details = values | dict(self.work.details(metrics.aux)) | skipped
+        self.log.write(step=step, tokens=step * self.work.tokens, **values_and_details)
+        self.display.step(step, values | ({"mean_step_s": mean} if recent else {}))
+        self.nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
         if metrics.finite:
             self._spikes.check(step, values["loss"], values["grad_norm"])
 
@@ -152,22 +163,15 @@ class StepTracer:
 class RunLog:
     """Everything that a run reports: metrics, terminal, traces, MLPerf's log, evidence of bad steps."""
 
-    def __init__(
-        self,
-        log: MetricsLog,
-        display: Display,
-        tracer: StepTracer,
-        mlperf_log: MLPerfLog,
-        nonfinite: NonFiniteGuard,
-        reporter: StepReporter,
-        tokens_a_step: int,
-        batch_size: int,
-    ):
-        """Reports to these; `open_log` opens them."""
-        self.display, self.nonfinite, self.step_times = display, nonfinite, reporter.step_times
-        self._log, self._tracer, self._mlperf, self._reporter = log, tracer, mlperf_log, reporter
-        self._tokens_a_step, self._batch_size = tokens_a_step, batch_size
-        self._switched = False
+    def __init__(self, reporter: StepReporter, tracer: StepTracer, mlperf_log: MLPerfLog, batch_size: int):
+        """Reports to these, and where the reporter does; `open_log` opens them."""
+        self.display, self.nonfinite, self.step_times = (
+            reporter.display,
+            reporter.nonfinite,
+            reporter.step_times,
+        )
+        self._log, self._reporter, self._tracer, self._mlperf = reporter.log, reporter, tracer, mlperf_log
+        self._batch_size, self._switched = batch_size, False
 
     def switch(self, step: int, policy: str) -> None:
         """Says that a step begins a phase, whose programs compile in that step."""
@@ -209,7 +213,7 @@ class RunLog:
         Raises:
           NonFiniteError: the loss of a set is NaN or infinite.
         """
-        self._log.write(step=step, tokens=step * self._tokens_a_step, **found)
+        self._log.write(step=step, tokens=step * self._reporter.work.tokens, **found)
         self.display.line(f"step {step:6d}  {in_words(found)}")
         for name, loss in losses_of(found).items():
             if not math.isfinite(loss):
@@ -255,7 +259,6 @@ def open_log(
     """
     config, start, writes = plan.config, int(state.step), is_first_process()
     observe, data, path = config.observe, config.data, folder / METRICS
-    experts = plan.model.experts
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
             log = MetricsLog(None)
@@ -272,18 +275,8 @@ def open_log(
             spikes = stack.enter_context(SpikeDetector(folder, factor, plan.batch_of, show, start))
             names = layer_names(state.params, block_numbers(plan.model))
             nonfinite = NonFiniteGuard(folder, skips, plan.batch_of, names, show)
-        reporter = StepReporter(
-            log,
-            display,
-            nonfinite,
-            spikes,
-            data.tokens_a_step,
-            data.tokens_a_step * plan.model.flops_per_token(data.seq_len),
-            learning_rate(config.optimizer, config.steps, np),  # on the host: it must not wait for the device
-            None if experts is None else lambda aux: summary(experts, aux.routing),
-        )
-        tokens, sequences = data.tokens_a_step, data.batch_size
-        yield RunLog(log, display, tracer, mlperf_log, nonfinite, reporter, tokens, sequences)
+        reporter = StepReporter(log, display, nonfinite, spikes, work_of(plan))
+        yield RunLog(reporter, tracer, mlperf_log, data.batch_size)
 
 
 def _sinks(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from training.config import Config, ObserveConfig, by_flag
+from training.config import ABOUT_THE_RUN, Config, by_flag
 from training.data.megatron import MegatronCorpus, parse_blend
 from training.data.text import TextCorpus
 from training.optimizer.config import decay_steps
@@ -22,29 +22,9 @@ from training.phases import Phase, first_steps
 from training.run.checksums import saved_steps
 from training.run.record import CONFIG, from_json, read_run_config
 
-# A resumed run may change these and stay the same run. Data may lie elsewhere; `check_resumable` checks
-# it.
-_MAY_CHANGE = {
-    "eval_data",
-    "out",
-    "resume",
-    "plan",
-    "stop_after",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "eval_every",
-    "eval_batches",
-    "eval_sequences",
-    "target_loss",
-    "log_every",
-    "mesh",
-    "devices",
-    "distributed",
-    "expert_traffic",
-    *(field.name for field in dataclasses.fields(ObserveConfig)),
-    "on_nonfinite",
-    "spike_factor",
-}
+_MAY_CHANGE = ABOUT_THE_RUN | {"eval_data", "eval_batches", "eval_sequences", "target_loss"}
+_MAY_CHANGE |= {"expert_traffic", "on_nonfinite"}
+"""A resumed run may change these and stay the same run. `check_resumable` compares data, which may move."""
 _SCHEDULE = ("steps", "schedule", "decay", "decay_shape", "min_lr_ratio")
 """May change too where the learning rates so far do not."""
 _ORIGIN = ("init", "branch")  # of the run that a branch leaves
@@ -74,13 +54,17 @@ def branch_point(path: pathlib.Path) -> Branch:
     return Branch(folder, step)
 
 
-def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
-    """Returns the configuration of the run that --branch names, as that of a new run, with --decay."""
+def branch_defaults(path: pathlib.Path, decay: int | None, steps: int | None) -> Config:
+    """Returns the configuration of the run that --branch names, as that of a new run.
+
+    With --decay it decays over the next steps; with more --steps alone it is extended as by --resume.
+    """
     folder, step = branch_point(path)
     begun = begun_run(folder)
     assert begun is not None
-    changes: dict[str, Any] = {}
-    if decay is not None:
+    if decay is None:
+        begun, changes = _extended(begun, steps, step), {}
+    else:
         optimizer = dataclasses.replace(begun.optimizer, schedule="wsd", decay=decay)
         changes = {"optimizer": optimizer, "steps": step + decay}
     observe = dataclasses.replace(begun.observe, profile=None)
@@ -90,14 +74,19 @@ def branch_defaults(path: pathlib.Path, decay: int | None) -> Config:
 
 
 def extension_defaults(folder: pathlib.Path, steps: int | None) -> Config | None:
-    """Returns the configuration of the run that --resume names; None without a run, or if it has not begun.
-
-    If the run is to have more `steps`, a cosine that has begun keeps its length; later rates are its lowest.
-    """
+    """Returns the configuration of the run that --resume names; None unless it has begun."""
     begun = begun_run(folder)
-    if begun is None or steps is None or steps <= begun.steps or begun.optimizer.schedule != "cosine":
+    return begun and _extended(begun, steps, last_checkpoint(folder))
+
+
+def _extended(begun: Config, steps: int | None, taken: int) -> Config:
+    """Returns the configuration of a run that is to have so many steps, after those taken.
+
+    If these are more, a cosine that has begun keeps its length; later rates are its lowest.
+    """
+    if steps is None or steps <= begun.steps or begun.optimizer.schedule != "cosine":
         return begun
-    if _changed_rate(dataclasses.replace(begun, steps=steps), begun, last_checkpoint(folder)) is None:
+    if _changed_rate(dataclasses.replace(begun, steps=steps), begun, taken) is None:
         return begun
     decay = decay_steps(begun.optimizer, begun.steps)
     return dataclasses.replace(begun, optimizer=dataclasses.replace(begun.optimizer, decay=decay))

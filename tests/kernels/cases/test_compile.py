@@ -119,7 +119,7 @@ def test_sm_90_carrier(cuda, shape, carrier):
 def test_builds_have_names_of_their_own(target):
     builds = [b for module in aot.MODULES for b in aot.list_builds(module, target)]
     assert len({b.name for b in builds}) == len(builds)
-    alike = {(b.kernel.__name__, str(b.signature), str(b.constants), b.num_warps) for b in builds}
+    alike = {(b.kernel.__name__, str(b.expected), str(b.constants), b.num_warps) for b in builds}
     assert len(alike) == len(builds)
 
 

@@ -13,7 +13,7 @@ from training.log import throughput
 from training.log.display import Display
 from training.log.health import NonFiniteError
 from training.log.metrics import MetricsLog, json_line
-from training.log.reporter import StepReporter
+from training.log.reporter import StepReporter, Work
 from training.log.spikes import SpikeDetector, find_spikes
 from training.step import StepMetrics
 
@@ -39,9 +39,7 @@ class Recorder:
 
 
 def reporter_to(out, flops_a_step=1e9, learning_rate=lambda step: 0.0):
-    return StepReporter(
-        out, out, out, out, tokens_a_step=8, flops_a_step=flops_a_step, learning_rate=learning_rate
-    )
+    return StepReporter(out, out, out, out, Work(8, flops_a_step, learning_rate))
 
 
 def metrics(loss=1.0, skipped=0):

@@ -121,17 +121,32 @@ def test_an_order_that_depends_on_the_length_is_refused(tmp_path):
         check_order(corpus, runs[60], runs[59])
 
 
+def begin(folder, *flags):
+    """Writes the config.json of a run with a checkpoint of step 100; returns it without its configuration."""
+    config, model = parse([*flags]), get_config("tiny")
+    phases = phases_of(config.precision, config.steps, functools.partial(decoder.layer_policies, model))
+    facts = {"source": "", "train_tokens": 9, "validation_tokens": 9, "crc32": ""}
+    record = {"model": to_dict(model), "data": facts} | to_record(phases)
+    (folder / "checkpoints" / "100").mkdir(parents=True)
+    write_run_config(folder, record | {"config": to_json(config)})
+    return record
+
+
+def test_a_cosine_keeps_its_length_in_a_longer_run_and_in_a_longer_branch(tmp_path):
+    begin(tmp_path / "run", "--steps", "300", "--warmup-steps", "20")
+    for flags in (["--resume", "--out", f"{tmp_path}/run"], ["--branch", f"{tmp_path}/run", "--out", "new"]):
+        config = choose(parse([*flags, "--steps", "400"]), tmp_path / "run").config
+        assert (config.steps, config.optimizer.decay) == (400, 280)
+        assert choose(parse(flags), tmp_path / "run").config.optimizer.decay is None
+
+
 def test_a_branch_of_a_run_stays_at_its_checkpoint_while_that_run_goes_on(tmp_path):
     """Also where it is resumed before it has a checkpoint of its own; devices are what there are."""
     origin, out = tmp_path / "run", tmp_path / "branch"
     changed = "--set", "wgrad.rhs.rounding=stochastic"
-    begun = parse(["--policy", "wgrad; fp8 from 0.82", *changed, "--devices", "3", "--schedule", "constant"])
-    model = get_config("tiny")
-    phases = phases_of(begun.precision, begun.steps, functools.partial(decoder.layer_policies, model))
-    facts = {"source": "", "train_tokens": 9, "validation_tokens": 9, "crc32": ""}
-    record = {"model": to_dict(model), "data": facts} | to_record(phases)
-    (origin / "checkpoints" / "100").mkdir(parents=True)
-    write_run_config(origin, record | {"config": to_json(begun)})
+    record = begin(
+        origin, "--policy", "wgrad; fp8 from 0.82", *changed, "--devices", "3", "--schedule", "constant"
+    )
     config = choose(parse(["--branch", str(origin), "--out", str(out), *changed]), out).config
     assert config.branch == origin / "checkpoints" / "100"
     assert config.devices is None
