@@ -94,7 +94,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_wandb()
     if config.init is not None and config.data.data:
         check_tokens_of(config.init, "--data", config.data.data[-1])
-        for prefix in parse_blend(config.data.data)[0]:
+        for prefix in parse_blend(config.data.data)[0] if begun is None else ():
             check_tokenizer_of(config.init, "--data", prefix)
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)

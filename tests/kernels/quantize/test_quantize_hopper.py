@@ -14,7 +14,7 @@ from mxjax.kernels.quantize import quantizer
 from mxjax.kernels.quantize.hopper import quantize_pairs_kernel
 from mxjax.kernels.quantize.kernel import quantize_kernel
 from mxjax.kernels.quantize.launches import launch_of, launched_pairs
-from mxjax.kernels.quantize.quantizer import _call, quantize_operands
+from mxjax.kernels.quantize.quantizer import launch_pair, quantize_operands
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import key_words
 from mxjax.operands.kernel_operand import pack_by_definition
@@ -160,7 +160,7 @@ def test_a_part_draws_the_bits_of_its_place():
     places = [jnp.arange(first, 128, dtype=jnp.uint32) for first in (1, 64, 32)]
     part = x[None, 1:, 64:, 32:]
     pair = ROWS_DRAWN.options, DRAWN.options
-    row_words, row_scales, column_words, column_scales = _call(
+    row_words, row_scales, column_words, column_scales = launch_pair(
         pair, "packed", HOPPER, (128, 96), part, scalars, *places
     )
     for words, scales, y, rows, columns in (

@@ -11,7 +11,7 @@ from support.quantizer import check, define, draw
 import mxjax
 from mxjax.kernels.launch import MOST_PROGRAMS
 from mxjax.kernels.quantize import launches
-from mxjax.kernels.quantize.quantizer import _call, elements_of, quantize_operands
+from mxjax.kernels.quantize.quantizer import elements_of, launch_pair, quantize_operands
 from mxjax.numerics.operand import Operand
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.use import OperandUse
@@ -116,7 +116,7 @@ def test_a_part_draws_the_bits_of_its_place_in_the_whole():
     b, r, c = slice(1, 3), slice(64, 192), slice(32, 160)
     places = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in (b, r, c)]
     part = whole[b, r, c][None]
-    got = _call(pair, "packed", current_target(), (256, 192), part, scalars, *places)
+    got = launch_pair(pair, "packed", current_target(), (256, 192), part, scalars, *places)
     for use, key, (elements, scales) in zip(pair, keys, (got[:2], got[2:]), strict=True):
         q = jax.jit(functools.partial(pack_by_definition, use=use._replace(key=key)))(whole)
         other, blocked = (r, c) if use.axis == -1 else (c, r)
