@@ -30,7 +30,7 @@ from training.files import problem, read_checked, size_and_crc32, to_checked, wr
 from training.process.environment import input_errors
 from training.process.start import cores, output_errors, unwinding_signals
 from training.tokenize import workers
-from training.tokenize.documents import Document, Documents, below, check_columns, find_files
+from training.tokenize.documents import Documents, Problem, below, check_columns, find_files
 from training.tokenize.plan import (
     TOKENIZER_SUMS,
     TokenizeConfig,
@@ -274,20 +274,25 @@ def train_tokenizer(files: Sequence[str], field: str, vocab_size: int, limit: in
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(files, field, max(limit // len(files), 1)), trainer)
+    problems: list[str] = []
+    tokenizer.train_from_iterator(_texts(files, field, max(limit // len(files), 1), problems), trainer)
     if tokenizer.get_vocab_size() == _BYTES + 1 < vocab_size:
+        first = f", for example {problems[0]}" if problems else ""
         raise ValueError(
-            f"--train-tokenizer: the files hold no text to train on; in JSON it is read from {field!r}, or "
-            "from the field that --field names"
+            f"--train-tokenizer: the files hold no text to train on{first}; in JSON it is read from "
+            f"{field!r}, or from the field that --field names"
         )
     return tokenizer.to_str(pretty=True)
 
 
-def _texts(files: Sequence[str], field: str, share: int) -> Iterator[str]:
+def _texts(files: Sequence[str], field: str, share: int, problems: list[str]) -> Iterator[str]:
+    """Yields the first texts of each file; appends problems to their list."""
     for path in files:
         read = 0
         for item in Documents(path, field):
-            if isinstance(item, Document):
+            if isinstance(item, Problem):
+                problems.append(f"{path}:{item.line}: {item.kind}: {item.what}")
+            else:
                 yield item.text
                 read += len(item.text)
             if read >= share:

@@ -222,7 +222,7 @@ def test_a_field_of_texts_is_refused(here, tokenizer, tmp_path):
 
 def test_text_alone_trains_a_tokenizer(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="hold no text to train on"):
+    with pytest.raises(ValueError, match=r"hold no text to train on, for example .*a\.jsonl:1: "):
         train_tokenizer([str(tmp_path / "a.jsonl")], "text", 300, 1000)
 
 
