@@ -99,6 +99,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    check_memory(mesh.shape, config, model)  # with the data's vocabulary
     fits = functools.partial(fits_mesh, model, phases)
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
