@@ -60,6 +60,7 @@ def calls_of(function: Callable[..., Any], *arrays: Any) -> list[Call]:
         jax.eval_shape(lambda *arrays: [function(*arrays)][:0], *arrays)  # whose result is nothing
     finally:
         _recorded.reset(token)
+    assert calls, "the function launches nothing, or JAX has a trace of it"
     return calls
 
 

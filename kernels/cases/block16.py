@@ -8,7 +8,7 @@ import jax
 from mxjax.kernels.cases.builds import Build, Expected, build_of
 from mxjax.kernels.cases.expected_block16 import uses_of_tensor
 from mxjax.kernels.launch import Call, calls_of
-from mxjax.kernels.quantize.block16 import quantize_block16
+from mxjax.kernels.quantize.block16 import quantize_block16, quantizer_of
 from mxjax.kernels.quantize.block16_kernel import largest_kernel
 from mxjax.runtime.devices import Target, use_target
 
@@ -42,8 +42,10 @@ def builds(target: Target) -> list[Build]:
 
 def _builds(recipe: str, tensor: str, shape: tuple[int, int], target: Target) -> Iterator[Build]:
     x = jax.ShapeDtypeStruct(shape, TENSORS[tensor])
+    quantizer_of.cache_clear()  # JAX keeps the traces of its functions, with and without kernels
     with use_target(target):
         calls = calls_of(lambda x: quantize_block16(x, uses_of_tensor(recipe, tensor)), x)
+    quantizer_of.cache_clear()
     about = {"shape": [*shape], "dtype": x.dtype.name, "recipe": recipe, "tensor": tensor}
     for i, call in enumerate(calls):
         name = f"block16_{shape[0]}x{shape[1]}_{recipe}_{tensor}_{i}"

@@ -128,7 +128,7 @@ def quantize_block16(
         before, more = "mean", [mean.reshape(*flat, c)]
     elif factor is not None:
         before = "factor"
-    run = _quantizer((rows, columns), before, current_target())
+    run = quantizer_of((rows, columns), before, current_target())
     bits = lax.bitcast_convert_type(jnp.float32(1) if factor is None else factor, jnp.uint32)
     scalars = jnp.concatenate([*(_words(use) for use in both), bits[None]])
     results = run(x.reshape(*flat, r, c), scalars[None], *more)
@@ -166,7 +166,7 @@ class _Start(NamedTuple):
 
 
 @functools.cache
-def _quantizer(pair: Pair, before: str, target: Target | None):
+def quantizer_of(pair: Pair, before: str, target: Target | None):
     """Returns a function of x [v, b, r, c], scalars [v or 1, 2 * SIDE + 1], and factors or mean.
 
     vmap grows v. It returns words and scales of each wanted side, scales [v] or of runs [v, b, runs, other].

@@ -17,6 +17,7 @@ from mxjax.operands.use import OperandUse
 from mxjax.products.draws import GemmUses, PolicyUses
 from mxjax.products.expert_runs import runs_of
 from mxjax.runtime.mesh import varying_as
+from mxjax.runtime.primitives import mapped_together
 
 RUN = 32
 """Rows of one expert that a CPU multiplies at once: more fill up more, fewer cost more calls."""
@@ -139,5 +140,6 @@ def multiply_ragged(
         )
         return y
 
+    lhs, rhs, sizes = mapped_together(lhs, rhs, sizes)  # as jax.lax.ragged_dot_general needs them
     y: jax.Array = lax.platform_dependent(lhs, rhs, sizes, cpu=by_runs, default=by_xla)
     return y

@@ -37,7 +37,7 @@ from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.mesh import on_auto_axes, varying_as
-from mxjax.runtime.primitives import first_order_only, mapped_together, without_forward_mode
+from mxjax.runtime.primitives import first_order_only, without_forward_mode
 
 BY_KERNELS = ("fp8_carriers", "triton")
 """Implementations that multiply by grouped GEMMs of `mxjax.kernels`."""
@@ -91,7 +91,7 @@ def ragged_dot(
     if not x.shape[0] or not w.shape[0]:
         return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
     unit = row_unit(policy)
-    x, w, sizes = mapped_together(without_forward_mode(x), without_forward_mode(w), sizes)
+    x, w = without_forward_mode(x), without_forward_mode(w)
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)

@@ -81,7 +81,7 @@ refuse_linearize(_without_forward_mode_p)
 
 
 def mapped_together(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays. Where `jax.vmap` maps one of them, all are, along axis 0."""
+    """Returns the arrays. Where `jax.vmap` maps one of them, all are, along axis 0. It has no derivative."""
     return _mapped_together_p.bind(*arrays)
 
 
@@ -94,20 +94,12 @@ def _map_together(arrays, axes):
     return mapped_together(*mapped), [0] * len(mapped)
 
 
-def _mapped_together_jvp(primals, tangents):
-    moving = [tangent for tangent in tangents if not isinstance(tangent, ad.Zero)]
-    moved = iter(mapped_together(*moving))
-    return mapped_together(*primals), [t if isinstance(t, ad.Zero) else next(moved) for t in tangents]
-
-
 _mapped_together_p = Primitive("mxjax_mapped_together")
 _mapped_together_p.multiple_results = True
 _mapped_together_p.def_impl(lambda *arrays: list(arrays))
 _mapped_together_p.def_abstract_eval(lambda *arrays: list(arrays))
 mlir.register_lowering(_mapped_together_p, lambda _, *arrays: arrays)
 batching.primitive_batchers[_mapped_together_p] = _map_together
-ad.primitive_jvps[_mapped_together_p] = _mapped_together_jvp
-ad.primitive_transposes[_mapped_together_p] = lambda cotangents, *_: cotangents
 
 
 Batch = Callable[..., tuple[jax.Array, int]]

@@ -81,7 +81,7 @@ class PublishedCurve:
 PUBLISHED_CURVES = (
     PublishedCurve(
         "reference bf16",
-        "means over runs of the bfloat16 reference at batch size 32, as the project's design notes have them",
+        "means over runs of the bfloat16 reference at batch size 32",
         types.MappingProxyType(
             {12_288: 5.631, 24_576: 4.474, 49_152: 3.887, 98_304: 3.517, 147_456: 3.361, 172_032: 3.312}
         ),

@@ -53,9 +53,8 @@ def work_of(plan: Plan) -> Work:
     config, experts = plan.config, plan.model.experts
     tokens = config.data.tokens_a_step
     flops = tokens * plan.model.flops_per_token(config.data.seq_len)
-    schedule = learning_rate(
-        config.optimizer, config.steps, np
-    )  # on the host: it must not wait for the device
+    # On the host: it must not wait for the device.
+    schedule = learning_rate(config.optimizer, config.steps, np)
     if experts is None:
         return Work(tokens, flops, schedule)
     return Work(tokens, flops, schedule, lambda aux: summary(experts, aux.routing))

@@ -11,6 +11,8 @@ from support.gpu import HAS_GPU
 from support.quantizer import draw_tensor
 
 import mxjax
+from mxjax.kernels.cases import block16 as block16_builds
+from mxjax.kernels.cases.expected_block16 import uses_of_tensor
 from mxjax.kernels.quantize import block16
 from mxjax.kernels.quantize.block16 import quantize_block16
 from mxjax.kernels.quantize.quantizer import elements_of
@@ -185,3 +187,11 @@ def test_the_kernel_subtracts_the_mean(shape):
     wanted = on_cpu(jax.jit(lambda x: [bfloat16_by_definition(x, use) for use in uses()]))(x)
     for q, defined, axis in zip(got, wanted, (-1, -2), strict=True):
         assert_equal(q, defined, x.shape[axis])
+
+
+def test_a_recorded_launch_leaves_no_trace_without_kernels():
+    x = draw_tensor(np.random.default_rng(3), (32, 32), "normal", "bfloat16")
+    uses = uses_of_tensor("nvfp4", "weight")
+    for _ in range(2):
+        assert [*block16_builds._builds("nvfp4", "weight", (32, 32), current_target())]
+        assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(quantize_block16(x, uses)))

@@ -183,6 +183,13 @@ def test_vmap_maps_what_it_is_told(axes):
         assert_same(found, sum(dx) if axes[i] is None else jnp.stack(dx, axes[i]))
 
 
+def test_cotangents_alone_may_be_mapped():
+    dys = jnp.stack([DY, 2 * DY])
+    _, back = jax.vjp(lambda x, w: mxjax.ragged_dot(x, w, jnp.array(SIZES), policy="wgrad_hadamard"), X, W)
+    for found, *alone in zip(jax.vmap(back)(dys), back(dys[0]), back(dys[1]), strict=True):
+        assert_same(found, jnp.stack(alone))
+
+
 def test_random_bits_are_replayed_under_remat_and_scan():
     policy, key = mxjax.get_policy("wgrad_sr"), jax.random.key(1)
     run = functools.partial(ragged, policy=policy)
