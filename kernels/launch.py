@@ -83,8 +83,7 @@ def triton_call(
       kernel: a function decorated with `triton.jit`. Its pointers come first; the other parameters are
         constexpr, or sizes (see `mxjax.kernels.lowering.sizes_of`).
       arrays: inputs, passed as pointers aligned to 16 bytes.
-      out: shapes and dtypes of the outputs. The kernel must write every element, except those
-        of an `in_place` output and of scratch memory.
+      out: shapes and dtypes of the outputs, which the kernel must fill, but for in_place and scratch memory.
       grid: programs along up to three axes.
       options: options of the target's compiler, which ignores those that it does not know.
       in_place: whether the first output starts as the first array and reuses its memory if nothing else

@@ -17,7 +17,6 @@ from mxjax.operands.use import OperandUse
 from mxjax.products.draws import GemmUses, PolicyUses
 from mxjax.products.expert_runs import runs_of
 from mxjax.runtime.mesh import varying_as
-from mxjax.runtime.primitives import mapped_together
 
 RUN = 32
 """Rows of one expert that a CPU multiplies at once: more fill up more, fewer cost more calls."""
@@ -140,6 +139,19 @@ def multiply_ragged(
         )
         return y
 
-    lhs, rhs, sizes = mapped_together(lhs, rhs, sizes)  # as jax.lax.ragged_dot_general needs them
+    lhs, rhs, sizes = _mapped_together(lhs, rhs, sizes)
     y: jax.Array = lax.platform_dependent(lhs, rhs, sizes, cpu=by_runs, default=by_xla)
     return y
+
+
+@jax.custom_batching.custom_vmap
+def _mapped_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the arrays, all mapped by `jax.vmap` along axis 0, as `lax.ragged_dot_general` needs them."""
+    return arrays
+
+
+@_mapped_together.def_vmap
+def _(size: int, mapped: list[bool], *arrays: jax.Array):
+    each = zip(arrays, mapped, strict=True)
+    every = (x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in each)
+    return _mapped_together(*every), (True,) * len(arrays)

@@ -200,10 +200,11 @@ def _check_policy(policy: Policy) -> None:
         )
     refused = []
     for name, gemm in policy.gemms.items():
-        operands = {f"{name}.{side}": operand for side, operand in (("lhs", gemm.lhs), ("rhs", gemm.rhs))}
-        refused += [f"{side}.split={o.split!r}" for side, o in operands.items() if o.split != "none"]
-        vectors = [f"{side}.format={o.format!r}" for side, o in operands.items()]
-        refused += [text for text, o in zip(vectors, operands.values(), strict=True) if _is_vector(o)]
+        for side, operand in (("lhs", gemm.lhs), ("rhs", gemm.rhs)):
+            if operand.split != "none":
+                refused.append(f"{name}.{side}.split={operand.split!r}")
+            if get_format(operand.format).is_vector:
+                refused.append(f"{name}.{side}.format={operand.format!r}")
         if gemm.rotation and gemm.rotation.order != "given":
             refused.append(f"{name}.rotation.order={gemm.rotation.order!r}")
     if any(gradients_read_tensors(policy)):
@@ -212,10 +213,6 @@ def _check_policy(policy: Policy) -> None:
         raise NotImplementedError(
             f"ragged_dot does not take the policy's {', '.join(refused)}; use mxjax.dot for each expert"
         )
-
-
-def _is_vector(operand: Operand) -> bool:
-    return get_format(operand.format).is_vector
 
 
 def row_unit(policy: Policy) -> int:

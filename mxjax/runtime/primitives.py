@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src.interpreters.ad import fallback_linearize_rule, primitive_linearizations  # no public names
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -78,28 +77,6 @@ ad.primitive_jvps[_without_forward_mode_p] = lambda primals, tangents: (
     tangents[0] if isinstance(tangents[0], ad.Zero) else reverse_mode_only(tangents)[0],
 )
 refuse_linearize(_without_forward_mode_p)
-
-
-def mapped_together(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays. Where `jax.vmap` maps one of them, all are, along axis 0. It has no derivative."""
-    return _mapped_together_p.bind(*arrays)
-
-
-def _map_together(arrays, axes):
-    [size] = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
-    mapped = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(arrays, axes, strict=True)
-    ]
-    return mapped_together(*mapped), [0] * len(mapped)
-
-
-_mapped_together_p = Primitive("mxjax_mapped_together")
-_mapped_together_p.multiple_results = True
-_mapped_together_p.def_impl(lambda *arrays: list(arrays))
-_mapped_together_p.def_abstract_eval(lambda *arrays: list(arrays))
-mlir.register_lowering(_mapped_together_p, lambda _, *arrays: arrays)
-batching.primitive_batchers[_mapped_together_p] = _map_together
 
 
 Batch = Callable[..., tuple[jax.Array, int]]
