@@ -134,7 +134,7 @@ def _lengths() -> list[Cell]:
     return [
         Cell(policy, "" if policy in _WITHOUT_MXFP4 else "floor", "60m", protocol, 6, FIRST + SEEDS)
         for policies in (("fp8", "wgrad", "wgrad_hadamard"), ("fprop_dgrad", "wgrad_rht", "wgrad_sr"))
-        for protocol in reversed(LENGTHS)
+        for protocol in reversed([*LENGTHS])
         for policy in policies
     ]
 
