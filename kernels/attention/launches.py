@@ -47,7 +47,7 @@ def forward(
         out=[_like(q), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
         grid=grid_of("forward", q.shape, blocks),
         SINKS=sinks is not None,
-        **_launch(q, blocks, target, first_key, causal),
+        **_arguments(q, blocks, target, first_key, causal),
     )
     return out.astype(q.dtype), lse
 
@@ -111,7 +111,7 @@ def key_gradients(
         *_operands(q, k, v, dout, lse, delta, *mask),
         out=[_like(k), _like(v)],
         grid=grid_of("key_gradients", q.shape, blocks),
-        **_launch(q, blocks, target, first_key, causal),
+        **_arguments(q, blocks, target, first_key, causal),
     )
     return dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -136,7 +136,7 @@ def query_gradients(
         *_operands(q, k, v, dout, lse, delta, q if first_key is None else first_key),
         out=[_like(q)],
         grid=grid_of("query_gradients", q.shape, blocks),
-        **_launch(q, blocks, target, first_key, causal),
+        **_arguments(q, blocks, target, first_key, causal),
     )
     return dq.astype(q.dtype)
 
@@ -152,7 +152,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32 if knobs.runtime.interpret else x.dtype)
 
 
-def _launch(
+def _arguments(
     q: jax.Array, blocks: Blocks, target: Target | None, first_key: Mask | None, causal: bool
 ) -> dict[str, Any]:
     """Returns a launch's arguments. A kernel does not read the pointers of what is not given: any will do."""

@@ -56,8 +56,8 @@ def _matmul(dtype, target: Target | None):
 
     def part(lhs, lhs_scales, rhs, rhs_scales, summed_over):
         if not summed_over:
-            return [_launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target)]
-        y = _launch(lhs, lhs_scales, rhs, rhs_scales, jnp.dtype(jnp.float32), target)
+            return [_multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target)]
+        y = _multiply(lhs, lhs_scales, rhs, rhs_scales, jnp.dtype(jnp.float32), target)
         return [lax.psum(y, summed_over).astype(dtype)]
 
     def multiply(*operands):
@@ -77,7 +77,7 @@ def _matmul(dtype, target: Target | None):
     return batched_by_vmap(multiply)
 
 
-def _launch(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) -> jax.Array:
+def _multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) -> jax.Array:
     has_227_kib = target is not None and 90 <= (target.compute_capability or 0) < 120
     (batch, m, k), n = lhs.shape, rhs.shape[1]
     if knobs.runtime.interpret:  # its dot takes the bits of bfloat16 for integers, and it truncates to it

@@ -71,13 +71,13 @@ def _clipping(use: OperandUse, dtype):
         c_axis, c_sizes, c_whole = compound("c", c, BLOCK if use.axis == -1 else 1)
         terms = [f"v {r_axis} {c_axis}"] * 2 + [f"v {r_axis}", f"v {c_axis}"][: len(factors)]
         rule = ", ".join(terms) + f" -> v {r_axis} {c_axis}"
-        call = functools.partial(_launch, use, dtype)
+        call = functools.partial(_clip, use, dtype)
         return partitioned(call, rule, r_sizes | c_sizes, [*r_whole, *c_whole])(raw, x, *factors)
 
     return batched_by_vmap(run)
 
 
-def _launch(use: OperandUse, dtype, raw, x, *factors) -> list[jax.Array]:
+def _clip(use: OperandUse, dtype, raw, x, *factors) -> list[jax.Array]:
     v, r, c = x.shape
     rows, columns = (64, 64) if use.axis == -2 else (8, 512)
     size = use.rotation_size

@@ -105,29 +105,20 @@ def _scaled_now(
 def _caster(sides: Sides, maxima: bool):
     """Returns a function of x [v, r, c] and two factors [v], of rows and columns; vmap grows v.
 
-    With `maxima` the last result is the bits of x's largest magnitudes, int32 [v].
+    With `maxima` the last result is the bits of x's largest magnitudes, int32 [v]. A mesh may shard it along
+    all axes of x, between whole words.
     """
 
     def run(x, *factors):
-        return _on_mesh(sides, maxima, x.shape)(x, *factors)
+        r_axis, r_sizes, r_whole = compound("r", x.shape[1], UNIT)
+        c_axis, c_sizes, c_whole = compound("c", x.shape[2], UNIT)
+        results = ((f"v {r_axis} {c_axis}", sides[0]), (f"v {c_axis} {r_axis}", sides[1]), ("v", maxima))
+        rule = f"v {r_axis} {c_axis}, v, v -> " + ", ".join(term for term, wanted in results if wanted)
+        first = [re.findall(r"\w+", axis)[0] for axis in (r_axis, c_axis)]
+        call = functools.partial(launch_cast, sides, maxima)
+        return partitioned(call, rule, r_sizes | c_sizes, [*r_whole, *c_whole], reduced=first)(x, *factors)
 
     return batched_by_vmap(run)
-
-
-def _on_mesh(sides: Sides, maxima: bool, shape: tuple[int, ...]):
-    """Returns the call that a mesh may shard along all axes of x, between whole words."""
-    r_axis, sizes, whole = compound("r", shape[1], UNIT)
-    c_axis, more, uncut = compound("c", shape[2], UNIT)
-    sizes, whole = sizes | more, [*whole, *uncut]
-    results = [f"v {r_axis} {c_axis}"] if sides[0] else []
-    if sides[1]:
-        results.append(f"v {c_axis} {r_axis}")
-    if maxima:
-        results.append("v")
-    run = functools.partial(launch_cast, sides, maxima)
-    first = [re.findall(r"\w+", axis)[0] for axis in (r_axis, c_axis)]
-    rule = f"v {r_axis} {c_axis}, v, v -> " + ", ".join(results)
-    return partitioned(run, rule, sizes, whole, reduced=first)
 
 
 def launch_cast(

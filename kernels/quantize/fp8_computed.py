@@ -6,6 +6,7 @@ columns, so that they are never stored. The kernel finds their largest magnitude
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -92,11 +93,20 @@ def _with_factor(product: Product) -> tuple[jax.Array, Float32[Array, "*batch"]]
 def _caster(sides: Sides, kind: ComputedKind):
     """Returns a function of the arrays of a kind and two scales [v]; vmap grows v.
 
-    It returns the elements along rows and columns and the bits of the largest magnitudes [v].
+    It returns the elements along rows and columns and the bits of the largest magnitudes [v]. A mesh may
+    shard it along rows, between whole words.
     """
 
     def run(*arrays):
-        return _on_mesh(sides, kind, arrays[0].shape[1])(*arrays)
+        r_axis, sizes, whole = compound("r", arrays[0].shape[1], UNIT)
+        tensors = [term.format(r=r_axis) for term in _TENSORS[kind]]
+        out = "two_c" if kind == "gradient" else "c"
+        rule = ", ".join([*tensors, "v", "v"]) + f" -> v {r_axis} {out}, v {out} {r_axis}, v"
+        names = re.findall(r"\w+", rule)
+        columns = [name for name in ("c", "two_c") if name in names]
+        [first, *_] = re.findall(r"\w+", r_axis)
+        call = functools.partial(launch_computed_cast, sides, kind)
+        return partitioned(call, rule, sizes, [*whole, *columns], reduced=[first])(*arrays)
 
     return batched_by_vmap(run)
 
@@ -106,19 +116,6 @@ _TENSORS: dict[ComputedKind, tuple[str, ...]] = {
     "gated": ("v {r} two_c", "v"),
     "gradient": ("v {r} two_c", "v", "v {r} c", "v"),
 }
-
-
-def _on_mesh(sides: Sides, kind: ComputedKind, r: int):
-    """Returns the call that a mesh may shard along rows, between whole words."""
-    r_axis, sizes, whole = compound("r", r, UNIT)
-    out = "two_c" if kind == "gradient" else "c"
-    arguments = [term.format(r=r_axis) for term in (*_TENSORS[kind], "v", "v")]
-    rule = ", ".join(arguments) + f" -> v {r_axis} {out}, v {out} {r_axis}, v"
-    columns = [name for name in ("c", "two_c") if name in rule.replace("(", " ").replace(")", " ").split()]
-    first = r_axis.strip("()").split()[0]
-    return partitioned(
-        functools.partial(launch_computed_cast, sides, kind), rule, sizes, [*whole, *columns], reduced=[first]
-    )
 
 
 def launch_computed_cast(sides: Sides, kind: ComputedKind, *arguments: Any) -> list[jax.Array]:

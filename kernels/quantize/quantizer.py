@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from mxjax.kernels.quantize.kernel import Form, words_of
 from mxjax.kernels.quantize.launches import (
     LONGEST_AXIS,
     ComputedKind,
+    Launch,
     Pair,
     check_use,
     computed_launch_of,
@@ -100,32 +102,27 @@ def elements_of(words: Int32[Array, "*b n words"], form: Form) -> Shaped[Array, 
 
 @functools.cache
 def _quantizer(pair: Pair, form: Form, target: Target | None):
-    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 12]; vmap grows v."""
+    """Returns a function of x [v, b, r, c] and keys and signs as scalars [v or 1, 12]; vmap grows v.
+
+    A mesh may shard it along all axes of x, but not within blocks or rotations.
+    """
 
     def run(x, scalars):
-        places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
-        return _on_mesh(pair, form, target, x.shape, scalars.shape[0])(x, scalars, *places)
+        places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]  # of which a shard reads its offsets
+        *_, r, c = x.shape
+        call = functools.partial(launch_pair, pair, form, target, (r, c))
+        return partitioned(call, *_sharding_of(pair, form, r, c, scalars.shape[0]))(x, scalars, *places)
 
     return batched_by_vmap(run, shared=1)
 
 
-def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int):
-    """Returns the call that a mesh may shard along all axes of x, but not within blocks or rotations.
-
-    It also takes the positions of x's batches, rows and columns, from which a shard reads its offsets.
-    """
-    *_, r, c = shape
+def _sharding_of(pair: Pair, form: Form, r: int, c: int, scalars: int):
+    """Returns the rule, sizes and whole factors of `partitioned` for a tensor [v, b, r, c]."""
     rows, columns = pair
     r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
     c_axis, c_sizes, c_whole = compound("c", c, _unit(rows, columns))
     sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
-    arguments = [
-        f"v b {r_axis} {c_axis}",
-        f"{'v' if scalars > 1 else 'one'} scalars",
-        "b",
-        r_axis,
-        c_axis,
-    ]
+    of_scalars = f"{'v' if scalars > 1 else 'one'} scalars"
     results = []
     for use, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
         if use is None:
@@ -136,9 +133,7 @@ def _on_mesh(pair: Pair, form: Form, target: Target | None, shape, scalars: int)
             sizes |= more
             whole += uncut
             results.append(f"v b {other} {axis}")
-    rule = ", ".join(arguments) + " -> " + ", ".join(results)
-    run = functools.partial(launch_pair, pair, form, target, (r, c))
-    return partitioned(run, rule, sizes, whole)
+    return f"v b {r_axis} {c_axis}, {of_scalars}, b, {r_axis}, {c_axis} -> {', '.join(results)}", sizes, whole
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
@@ -152,27 +147,22 @@ def launch_pair(
 ) -> list[jax.Array]:
     """Runs the kernel on x, which lies at `places` in a tensor of `whole` rows and columns."""
     results: list[jax.Array] = []
-    for part in launched_pairs(pair, target):
-        results += _launch(part, form, target, whole, x, scalars, places)
+    for rows, columns in launched_pairs(pair, target):
+        wanted = (rows, rows, columns, columns)
+        launch = launch_of((rows, columns), form, target, x.shape, x.dtype, whole)
+        reads = any(use and (use.operand.rounding == "stochastic" or use.has_signs) for use in wanted)
+        read, stride = placed_scalars(reads, x, scalars, places)
+        written = run_launch(launch, x, read, **stride)
+        results += [y for y, use in zip(written, wanted, strict=True) if use]
     return results
 
 
-def _launch(pair: Pair, form: Form, target: Target | None, whole, x, scalars, places) -> list[jax.Array]:
-    launch = launch_of(pair, form, target, x.shape, x.dtype, whole)
-    reads = any(use and (use.operand.rounding == "stochastic" or use.has_signs) for use in pair)
-    scalars, stride = placed_scalars(reads, x, scalars, places)
-    results = triton_call(
-        launch.kernel,
-        x,
-        scalars,
-        out=launch.out,
-        grid=launch.grid,
-        num_warps=launch.num_warps,
-        **launch.constants,
-        **stride,
+def run_launch(launch: Launch, *arrays: jax.Array, **more: Any) -> list[jax.Array]:
+    """Runs a launch on its arrays, with more constants if any."""
+    constants = launch.constants | more
+    return triton_call(
+        launch.kernel, *arrays, out=launch.out, grid=launch.grid, num_warps=launch.num_warps, **constants
     )
-    rows, columns = pair
-    return [y for y, use in zip(results, (rows, rows, columns, columns), strict=True) if use]
 
 
 def placed_scalars(reads: bool, x, scalars, places) -> tuple[jax.Array, dict[str, int]]:
@@ -237,10 +227,14 @@ def _with_factors(product: Product) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @functools.cache
 def _computed_quantizer(pair: Pair, kind: ComputedKind):
-    """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v."""
+    """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v.
+
+    A mesh may shard it along rows, but not within blocks or rotations.
+    """
 
     def run(*arrays):
-        return _computed_on_mesh(pair, kind, arrays[0].shape)(*arrays)
+        call = functools.partial(launch_computed, pair, kind)
+        return partitioned(call, *_computed_sharding_of(pair, kind, arrays[0].shape[1]))(*arrays)
 
     return batched_by_vmap(run)
 
@@ -253,11 +247,11 @@ _COLUMNS: dict[ComputedKind, tuple[str, ...]] = {
 """The columns of each tensor."""
 
 
-def _computed_on_mesh(pair: Pair, kind: ComputedKind, shape: tuple[int, ...]):
-    """Returns the call that a mesh may shard along rows, but not within blocks or rotations."""
+def _computed_sharding_of(pair: Pair, kind: ComputedKind, r: int):
+    """Returns the rule, sizes and whole factors of `partitioned` for tensors with r rows."""
     _, columns = pair
     assert columns is not None
-    r_axis, sizes, whole = compound("r", shape[1], columns.padded(1))
+    r_axis, sizes, whole = compound("r", r, columns.padded(1))
     tensors = _COLUMNS[kind]
     arguments = [term for n in tensors for term in (f"v {r_axis} {n}", f"v {r_axis}", f"v {n}")]
     results = [f"v {r_axis} row_words", f"v {r_axis} row_scales"]
@@ -268,19 +262,10 @@ def _computed_on_mesh(pair: Pair, kind: ComputedKind, shape: tuple[int, ...]):
         sizes |= more
         whole += uncut
         results.append(f"v {other} {axis}")
-    rule = ", ".join(arguments) + " -> " + ", ".join(results)
-    return partitioned(functools.partial(launch_computed, pair, kind), rule, sizes, [*whole, other])
+    return ", ".join(arguments) + " -> " + ", ".join(results), sizes, [*whole, other]
 
 
 def launch_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:
     """Runs the kernel on the arrays of a kind."""
     v, r, n = arrays[0].shape
-    launch = computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2))
-    return triton_call(
-        launch.kernel,
-        *arrays,
-        out=launch.out,
-        grid=launch.grid,
-        num_warps=launch.num_warps,
-        **launch.constants,
-    )
+    return run_launch(computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2)), *arrays)
