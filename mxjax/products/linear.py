@@ -42,10 +42,7 @@ from mxjax.operands.use import OperandUse
 from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.draws import GemmUses, uses_of_policy
 from mxjax.products.gradients import changes_gradient, gradients_read_tensors, through_quantization
-from mxjax.products.implementations import (
-    KEPT,
-    GemmImplementations,
-)
+from mxjax.products.implementations import KEPT, GemmImplementations
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
 from mxjax.runtime.devices import current_target, platform
@@ -313,12 +310,8 @@ def _batch(options: Options, operands, axes) -> tuple[jax.Array, int]:
     return _stack(options, _mapped_first(x, x_axis, size), _mapped_first(w, w_axis, size), key, scales)
 
 
-_product = as_primitive("mxjax_linear", _linear, _batch)
-
-
-def linear(options: Options, x: jax.Array, w: Weight, key: Any, scales: Scales | None = None) -> jax.Array:
-    """Returns `_linear` as a primitive."""
-    return _product(options, x, w, key, scales)
+linear = as_primitive("mxjax_linear", _linear, _batch)
+"""`_linear` as a primitive, of the same arguments."""
 
 
 def _join_tokens(

@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mxjax.numerics.array import MXArray
-from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import (
     KernelOperand,
@@ -37,42 +36,48 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     Args:
       uses: one, or two that contract different axes.
     """
-    if isinstance(x, Computed):
-        if len(uses) == 2:
-            from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
-            from mxjax.kernels.quantize.quantizer import quantize_computed
+    if isinstance(x, Computed) and len(uses) == 2:
+        from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
+        from mxjax.kernels.quantize.quantizer import quantize_computed
 
-            rows, columns = uses
-            by_kernel = quantize_fp8_computed if rows.form == "fp8" else quantize_computed
-            return by_kernel(x, rows, columns)
-        x = x.value()
+        return (quantize_fp8_computed if uses[0].form == "fp8" else quantize_computed)(x, *uses)
+    x = x.value() if isinstance(x, Computed) else x
     if _quantized_twice(x, uses):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
         return quantize_operands(x, uses)
-    form = uses[0].form
-    shared = all(use.form == form and use.reads is None for use in uses[1:])
-    if len(uses) > 1 and not (shared and all(use.is_plain for use in uses)):
+    first, *others = uses
+    shared = all(use.form == first.form and use.reads is None for use in others)
+    if others and not (shared and all(use.is_plain for use in uses)):
         return [prepare(x, [use])[0] for use in uses]
-    if takes_seen(x, uses[0]):
-        assert uses[0].reads is not None
-        [q] = prepare(first_order_only(x), [uses[0].reads])
+    if takes_seen(x, first):
+        assert first.reads is not None
+        [q] = prepare(first_order_only(x), [first.reads])
         assert isinstance(q, KernelOperand)
-        return [prepare_seen(q, uses[0])]
-    x = as_read(x, uses[0])
-    if form is None:
-        return [quantize_use(x, use) for use in uses]
-    if not uses[0].is_plain and uses[0].operand.is_packable:
+        return [prepare_seen(q, first)]
+    x = as_read(x, first)
+    match first.form:
+        case None:
+            return [quantize_use(x, use) for use in uses]
+        case "fp8" if _casts_by_kernel(x, uses):
+            from mxjax.kernels.quantize.fp8 import quantize_fp8
+
+            return quantize_fp8(x, uses)
+        case "fp8":
+            return [fp8_by_definition(x, use) for use in uses]
+        case "bf16" if first.operand.is_block16:
+            return _prepare_block16(x, uses)
+        case form:
+            return _prepare_mxfp4(x, uses, form)
+
+
+def _prepare_mxfp4(
+    x: Float[Array, "*batch r c"], uses: Sequence[OperandUse], form: Literal["packed", "bf16"]
+) -> list[KernelOperand]:
+    """Returns x as `prepare` does, for operands that are `Operand.is_packable`."""
+    if len(uses) == 1:  # of which kernels know no rotation but the Hadamard
         x, use = to_plain(x, uses[0])
         uses = [use]
-    if form == "fp8":
-        if not _casts_by_kernel(x, uses):
-            return [fp8_by_definition(x, use) for use in uses]
-        from mxjax.kernels.quantize.fp8 import quantize_fp8
-
-        return quantize_fp8(x, uses)
-    if uses[0].operand.is_block16:
-        return _prepare_block16(x, uses)
     if _kernel_takes(x, uses, form):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
@@ -182,12 +187,6 @@ def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Literal["packe
     rows, columns = ({use.axis: use for use in uses}.get(axis) for axis in (-1, -2))
     rotates = all(use.rotation_size <= LARGEST_ROTATION for use in uses)
     return rotates and fit((rows, columns), form, target, x.shape, x.dtype)
-
-
-def prepares_gated(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
-    """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two uses here."""
-    # Gate and up projection share no block of the gradient's rows.
-    return c % BLOCK == 0 and prepares_computed(rows, columns, r, 2 * c)
 
 
 def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
