@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class Trainer:
         self._plan = plan
         self._fill = functools.partial(as_stored, config=plan.config, size=plan.filled_vocab_size)
         self._key = jax.random.key(plan.config.seed)
-        self._optimizer = self._optimizer_of(plan.phases[0])
+        self._optimizer = optimizer_of_phase(plan.config, plan.model, plan.phases, plan.phases[0])
         self._shapes = abstract_state(plan.model, self._optimizer, plan.mesh, self._fill)
         self._made: tuple[Phase, Programs] | None = None
         self._compiling: threading.Thread | None = None
@@ -150,14 +150,18 @@ class Trainer:
         """Returns the programs of a phase, and keeps them until the next."""
         if self._made is None or self._made[0] != phase:
             shardings = jax.tree.map(attrgetter("sharding"), self._shapes)
-            self._made = phase, make_programs(self._plan, phase, self._optimizer_of(phase), shardings)
+            plan = self._plan
+            optimizer = optimizer_of_phase(plan.config, plan.model, plan.phases, phase)
+            self._made = phase, make_programs(plan, phase, optimizer, shardings)
         return self._made[1]
 
-    def _optimizer_of(self, phase: Phase) -> optax.GradientTransformationExtraArgs:
-        config = self._plan.config
-        deoscillate, model = config.precision.deoscillate, self._plan.model
-        optimizer = optimizer_of(config.optimizer, model, deoscillate, phase.layers)
-        return with_histories(optimizer, model, [each.layers for each in self._plan.phases], phase.layers)
+
+def optimizer_of_phase(
+    config: Config, model: DecoderConfig, phases: Sequence[Phase], phase: Phase
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer in one of a run's phases; its state is the same in all."""
+    optimizer = optimizer_of(config.optimizer, model, config.precision.deoscillate, phase.layers)
+    return with_histories(optimizer, model, [each.layers for each in phases], phase.layers)
 
 
 def as_stored(params: Params, *, config: Config, size: int) -> Params:
@@ -193,8 +197,7 @@ def make_programs(
         compiler_options, plan.mesh, implementation=config.precision.implementation
     )
     xla_options = options_for(phase.layers.policies)
-    measured = functools.partial(_with_options, plan, phase, decoder.measured_loss)
-    measured = measured(z_loss=config.optimizer.z_loss)
+    measured = _with_options(plan, phase, decoder.measured_loss, z_loss=config.optimizer.z_loss)
     has_aux = plan.model.experts is not None or config.optimizer.z_loss > 0
     train_step = make_train_step(
         measured if has_aux else loss,
@@ -236,8 +239,7 @@ def shared_by_mesh(plan: Plan) -> tuple[int, int]:
 
 def make_losses(plan: Plan, phase: Phase) -> tuple[Loss, Losses]:
     """Returns the model's mean loss, for training, and its loss of every token, for evaluation."""
-    z_loss = plan.config.optimizer.z_loss
-    mean = _with_options(plan, phase, decoder.mean_loss, z_loss=z_loss)
+    mean = _with_options(plan, phase, decoder.mean_loss, z_loss=plan.config.optimizer.z_loss)
     return mean, _with_options(plan, phase, decoder.losses)
 
 

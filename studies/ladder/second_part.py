@@ -166,6 +166,6 @@ def under_even(claim: Claim) -> Claim:
     return Claim(claim.text, ours, base, (beside[0], beside[1]) if beside else None)
 
 
-def _between(text: str, ours: str, base: str, suffix: str, other: str, rule: str = "floor") -> Claim:
+def _between(text: str, ours: str, base: str, suffix: str, other: str) -> Claim:
     """Returns a claim about cells in two protocols."""
-    return Claim(text, f"{ours}.{rule}.60m.{FRESH}{suffix}", f"{base}.{rule}.60m.{FRESH}{other}")
+    return Claim(text, f"{ours}.floor.60m.{FRESH}{suffix}", f"{base}.floor.60m.{FRESH}{other}")

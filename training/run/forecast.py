@@ -24,15 +24,13 @@ from mxjax.runtime.remat import Remat
 from training.config import Config
 from training.data.load import documents_of, load_data
 from training.memory import Memory, gib, memory_there_is
-from training.optimizer.delayed import with_histories
-from training.optimizer.optimizers import optimizer_of
 from training.phases import Phase, expand
 from training.run.frozen import check_lora, frozen_shapes
 from training.run.record import documents_of_run
 from training.run.resume import begun_config
 from training.run.setup import check_phases, choose, fits_mesh
 from training.sharding import abstract_state, check_batch, filled_size, parse_mesh
-from training.trainer import as_stored, memory_of_run
+from training.trainer import as_stored, memory_of_run, optimizer_of_phase
 
 _REMATS: tuple[Remat, ...] = ("none", "dots", "fp4", "full")  # from most to least memory
 _MORE_DEVICES = 4  # doublings to try
@@ -67,11 +65,12 @@ class Forecast(NamedTuple):
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
         filled = filled_size(sizes, self.model, [phase.layers for phase in self.phases])
         fill = functools.partial(as_stored, config=config, size=filled)
-        deoscillate, layers = config.precision.deoscillate, [phase.layers for phase in self.phases]
-        optimizer = optimizer_of(config.optimizer, self.model, deoscillate, layers[0])
-        optimizer = with_histories(optimizer, self.model, layers, layers[0])
+        optimizer = optimizer_of_phase(config, self.model, self.phases, self.phases[0])
         shapes = abstract_state(self.model, optimizer, mesh, fill)._replace(frozen=frozen_shapes(config))
-        found = (memory_of_run(config, self.model, each, shapes, sizes, self.documents) for each in layers)
+        found = (
+            memory_of_run(config, self.model, phase.layers, shapes, sizes, self.documents)
+            for phase in self.phases
+        )
         return max(found, key=lambda memory: memory.total)
 
     def changes(self, given: Setting) -> Iterator[Setting]:
