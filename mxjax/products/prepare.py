@@ -39,27 +39,35 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
     """
     if isinstance(x, Computed):
         if len(uses) == 2:
-            from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
-            from mxjax.kernels.quantize.quantizer import quantize_computed
-
-            rows, columns = uses
-            by_kernel = quantize_fp8_computed if rows.form == "fp8" else quantize_computed
-            return by_kernel(x, rows, columns)
+            return _prepare_computed(x, *uses)
         x = x.value()
     if _quantized_twice(x, uses):
         from mxjax.kernels.quantize.quantizer import quantize_operands
 
         return quantize_operands(x, uses)
-    form = uses[0].form
-    shared = all(use.form == form and use.reads is None for use in uses[1:])
-    if len(uses) > 1 and not (shared and all(use.is_plain for use in uses)):
+    first, *others = uses
+    shared = all(use.form == first.form and use.reads is None for use in others)
+    if others and not (shared and all(use.is_plain for use in uses)):
         return [prepare(x, [use])[0] for use in uses]
-    if takes_seen(x, uses[0]):
-        assert uses[0].reads is not None
-        [q] = prepare(first_order_only(x), [uses[0].reads])
+    if takes_seen(x, first):
+        assert first.reads is not None
+        [q] = prepare(first_order_only(x), [first.reads])
         assert isinstance(q, KernelOperand)
-        return [prepare_seen(q, uses[0])]
-    x = as_read(x, uses[0])
+        return [prepare_seen(q, first)]
+    return _prepare_alike(as_read(x, first), uses)
+
+
+def _prepare_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> Sequence[KernelOperand]:
+    from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
+    from mxjax.kernels.quantize.quantizer import quantize_computed
+
+    by_kernel = quantize_fp8_computed if rows.form == "fp8" else quantize_computed
+    return by_kernel(x, rows, columns)
+
+
+def _prepare_alike(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) -> Sequence[Prepared]:
+    """Returns `prepare` of x as it is read, for uses of one form."""
+    form = uses[0].form
     if form is None:
         return [quantize_use(x, use) for use in uses]
     if not uses[0].is_plain and uses[0].operand.is_packable:
