@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dots import products
 from support.gpu import HAS_GPU
 
 import mxjax
@@ -28,11 +29,7 @@ def tensors(span: int = 0):
 
 
 def all_three(policy, implementation, x, w, dy):
-    product = functools.partial(
-        mxjax.dot, policy=policy, key=jax.random.key(7), implementation=implementation
-    )
-    y, vjp = jax.vjp(product, x, w)
-    return y, *vjp(dy)
+    return products(x, w, dy, jax.random.key(7), policy=policy, implementation=implementation)
 
 
 def assert_close(got, wanted):

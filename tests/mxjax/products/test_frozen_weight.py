@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dots import assert_same, inputs
+from support.dots import assert_same, inputs, with_gradients
 
 import mxjax
 from examples import lora
@@ -21,11 +21,8 @@ Q = mxjax.quantize(W, axis=0)
 
 @functools.partial(jax.jit, static_argnames=("policy", "implementation"))
 def y_and_dx(x, w, dy, policy, implementation=None):
-    def product(x):
-        return mxjax.dot(x, w, policy=policy, key=jax.random.key(0), implementation=implementation)
-
-    y, vjp = jax.vjp(product, x)
-    return y, *vjp(dy)
+    options = {"policy": policy, "key": jax.random.key(0), "implementation": implementation}
+    return with_gradients(lambda x: mxjax.dot(x, w, **options), x, dy=dy)
 
 
 @pytest.mark.parametrize("policy", ["wgrad_hadamard", pytest.param("tetrajet", marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from support.dots import ASSORTED, NEAREST, assert_same, draw, jitted_products
+from support.dots import ASSORTED, NEAREST, assert_same, draw, jitted_products, with_gradients
 
 import mxjax
 from mxjax.operands.product import contract
@@ -22,10 +22,7 @@ def dot(x, w, key=KEY, policy=NEAREST):
     return mxjax.dot(x, w, policy=policy, key=key)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def y_and_gradients(function, x, w, dy):
-    y, vjp = jax.vjp(function, x, w)
-    return y, *vjp(dy)
+y_and_gradients = jax.jit(lambda f, x, w, dy: with_gradients(f, x, w, dy=dy), static_argnums=0)
 
 
 def rows(x, w, policy=NEAREST):

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.dots import PRODUCTS, assert_near, with_gradients
 from support.recipes import golden
 
 import mxjax
@@ -19,15 +20,12 @@ STOCHASTIC = ["tetrajet", "amazon", "amazon_no_hadamard"]
 
 def run(policy, implementation, key=None):
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation, key=key)
-    y, vjp = jax.vjp(dot, GOLDEN["x"], GOLDEN["w"])
-    return {"y": y} | dict(zip(("dx", "dw"), vjp(GOLDEN["dy"]), strict=True))
+    found = with_gradients(dot, GOLDEN["x"], GOLDEN["w"], dy=GOLDEN["dy"])
+    return dict(zip(PRODUCTS, found, strict=True))
 
 
 def assert_agrees(found, name, kinds):
-    for kind in kinds:
-        expected = GOLDEN[f"{name}/{kind}"]
-        atol = 2e-6 * np.abs(expected).max()
-        np.testing.assert_allclose(found[kind], expected, rtol=1e-5, atol=atol, err_msg=kind)
+    assert_near([found[kind] for kind in kinds], [GOLDEN[f"{name}/{kind}"] for kind in kinds], 2e-6, 1e-5)
 
 
 def fixed(rotation, signs):
