@@ -51,22 +51,14 @@ def opcodes_of(cuda, target, kernel):
 
 
 @pytest.mark.slow
-def test_sm_100_multiplies_in_fp4(cuda):
+def test_cuda_multiplies_in_the_units_of_its_formats(cuda):
     for name, opcodes in opcodes_of(cuda, "sm_100", "gemm_kernel"):
         assert starting(opcodes, "UTCOMMA"), name  # tcgen05.mma of 4-bit operands with block scales
         assert not starting(opcodes, "HMMA", "HGMMA", "UTCHMMA", "UTCQMMA"), name
-
-
-@pytest.mark.slow
-def test_sm_90_multiplies_in_bfloat16(cuda):
-    for kernel in ("gemm_kernel", "correct_kernel"):
-        for name, opcodes in opcodes_of(cuda, "sm_90", kernel):
-            assert starting(opcodes, "HGMMA", "HMMA"), name
-
-
-@pytest.mark.slow
-def test_sm_90_multiplies_lost_rows_in_fp8(cuda):
+    for name, opcodes in opcodes_of(cuda, "sm_90", "gemm_kernel"):
+        assert starting(opcodes, "HGMMA", "HMMA"), name  # bfloat16
     for name, opcodes in opcodes_of(cuda, "sm_90", "correct_kernel"):
+        assert starting(opcodes, "HGMMA", "HMMA"), name
         assert starting(opcodes, "QGMMA"), name  # wgmma of FP8
 
 
@@ -130,11 +122,8 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_unknown_target_names_those_there_are(capsys):
-    assert "gfx950, sm_90, sm_100" in refused(capsys, "--target", "gfx000", "--out", "unused")
-
-
 def test_refuses_the_interpreter_and_unknown_names(capsys, monkeypatch):
+    assert "gfx950, sm_90, sm_100" in refused(capsys, "--target", "gfx000", "--out", "unused")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET" in refused(capsys, "--target", "gfx950", "--out", "unused")
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -133,20 +133,6 @@ def test_a_batch_of_tokens_under_vmap_has_one_mean():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Policy(Gemm(NEAREST, MEAN)), "split= is for x and dy"),
-        (lambda: Policy(dgrad=Gemm(NEAREST, MEAN)), "split= is for x and dy"),
-        (lambda: Operand("bf16", split="mean"), "bf16 is not quantized"),
-        (lambda: Operand(split="outliers", quantile=1.0), "quantile must be between 0.5 and 1, got 1.0"),
-    ],
-)
-def test_a_split_that_cannot_be_raises(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     ("format", "name"), [("fp8_e4m3", "dgrad.lhs"), ("fp8_e4m3", "wgrad.rhs"), ("nvfp4", "wgrad.lhs")]
 )
 def test_gradients_have_what_a_split_operand_multiplies_apart(format, name):

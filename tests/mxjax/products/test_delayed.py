@@ -191,26 +191,6 @@ def test_a_policy_with_delayed_scales_says_what_it_needs():
         mxjax.quantize(x, mxjax.Operand("fp8_e4m3", scaling="delayed"))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mxjax.Operand("mxfp4", scaling="delayed"), "for fp8_e4m3 and fp8_e5m2, not mxfp4"),
-        (lambda: mxjax.Operand("fp8_e4m3", scaling="delayed", prescale=0.5), "takes the tensor as it is"),
-        (
-            lambda: mxjax.Gemm(POLICY.fprop.lhs, POLICY.fprop.rhs, mxjax.Rotation(16)),
-            "takes the tensor as it is; use rotation=None",
-        ),
-        (
-            lambda: mxjax.set_fields(POLICY, ["wgrad.lhs.format=fp8_e5m2"]),
-            "gives x one scale for both of its GEMMs, so it needs one format; got fp8_e4m3 and fp8_e5m2",
-        ),
-    ],
-)
-def test_operands_that_cannot_have_delayed_scales(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_a_policy_as_json_keeps_its_scaling():
     assert mxjax.policy_from_json(mxjax.policy_to_json(POLICY)) == POLICY
     assert mxjax.set_fields(mxjax.get_policy("fp8"), ["*.*.scaling=delayed"]) == POLICY
