@@ -10,23 +10,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_kernels
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from partitioned_attention import check_attention
-from plain_kernels import (
-    COMPUTED_INPUTS,
-    plain_block16,
-    plain_carry,
-    plain_cast,
-    plain_clip,
-    plain_computed,
-    plain_computed_cast,
-    plain_correct,
-    plain_kernel,
-    plain_product,
-    plain_runs,
-)
+from plain_kernels import COMPUTED_INPUTS, plain_block16, plain_carry, plain_cast, plain_clip, plain_product
 
 import mxjax
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
@@ -70,7 +59,7 @@ def check_shard_map() -> None:
 
 def main() -> None:
     check_shard_map()
-    quantizer.triton_call = plain_kernel
+    quantizer.triton_call = plain_kernels.plain_kernel
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     stochastic = Operand(rounding="stochastic")
     keys = [jax.random.key(i) for i in range(2)]
@@ -194,7 +183,7 @@ def check_clip(mesh) -> None:
 
 def check_runs(mesh) -> None:
     """Products of runs are summed over the devices that have them."""
-    scaled_blocks.triton_call = plain_runs
+    scaled_blocks.triton_call = plain_kernels.plain_runs
     keys = jax.random.split(jax.random.key(14), 4)
     lhs, rhs = (jax.random.normal(key, (256, 1024), jnp.bfloat16) for key in keys[:2])
     scales = [jnp.exp2(jax.random.randint(key, (8, 256), -3, 4)) for key in keys[2:]]
@@ -216,7 +205,7 @@ def mesh_size(mesh, axis) -> int:
 
 def check_computed(mesh) -> None:
     """Only rows are cut, and what lies across the others is gathered."""
-    computed.triton_call = plain_computed
+    computed.triton_call = plain_kernels.plain_computed
     keys = iter(jax.random.split(jax.random.key(12), 6))
 
     def product(r, n):
@@ -270,7 +259,7 @@ def check_cast(mesh) -> None:
 
 def check_computed_cast(mesh) -> None:
     """As `check_computed`."""
-    fp8_computed.triton_call = plain_computed_cast
+    fp8_computed.triton_call = plain_kernels.plain_computed_cast
     keys = iter(jax.random.split(jax.random.key(15), 3))
     first, second, plain = (jax.random.normal(next(keys), (256, n), jnp.bfloat16) for n in (128, 64, 64))
     product, gradient = (Product(t, (jnp.array([0.5]), jnp.array([2.0]))) for t in (first, second))
@@ -343,7 +332,7 @@ def check_explicit() -> None:
 
 def check_fp8(mesh) -> None:
     """As `check_matmul`, where elements are lost too; what is gathered is packed, or a factor a row."""
-    fp8_matmul.carry_operands, fp8_matmul.correct = plain_carry, plain_correct
+    fp8_matmul.carry_operands, fp8_matmul.correct = plain_carry, plain_kernels.plain_correct
     keys = jax.random.split(jax.random.key(5), 2)
     x, w = jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (96, 256))
 

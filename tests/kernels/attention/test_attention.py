@@ -12,14 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.attention import partial
 from models.attention.documents import first_keys
-from models.attention.partial import (
-    Results,
-    attend_part,
-    attend_part_by_kernel,
-    part_gradients,
-    part_gradients_by_kernel,
-)
+from models.attention.partial import Results, attend_part, attend_part_by_kernel, part_gradients
 from mxjax.kernels.attention import aiter, fused
 from mxjax.kernels.attention.blocks import TABLE
 from mxjax.kernels.attention.fused import fused_attention
@@ -122,7 +117,7 @@ def test_a_part_of_the_keys_equals_xla(is_causal):
     found = attend_part_by_kernel(None, q, k, v, low, None, is_causal)
     statistics = jnp.where(jnp.isinf(lse), 1.0, lse + 0.5), dout, jnp.ones_like(lse)
     wanted += part_gradients(*wide, low, Results(q, *statistics), is_causal=is_causal)
-    found += part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
+    found += partial.part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
     for got, exact in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(np.isinf(got), np.isinf(exact))
         got, exact = (np.where(np.isinf(x), 0, x) for x in (got, exact))

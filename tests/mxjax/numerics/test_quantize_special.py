@@ -7,19 +7,8 @@ from typing import get_args
 import ml_dtypes
 import numpy as np
 import pytest
-from support import oracles
-from support.tensors import (
-    E2M1,
-    KEY,
-    MX_ELEMENTS,
-    assert_parts,
-    each_mx_format,
-    elements,
-    gaussian,
-    info,
-    scale_bytes,
-    subnormal_range,
-)
+from support import oracles, tensors
+from support.tensors import E2M1, KEY, assert_parts, elements, gaussian, info, scale_bytes, subnormal_range
 
 import mxjax
 from mxjax.numerics.rounding import Rounding
@@ -37,7 +26,7 @@ def test_a_zero_block_has_scale_byte_zero_and_keeps_signs():
 @pytest.mark.parametrize(
     ("shape", "bad", "options"),
     [
-        *(((2, 96), np.nan, {"format": name}) for name in MX_ELEMENTS),
+        *(((2, 96), np.nan, {"format": name}) for name in tensors.MX_ELEMENTS),
         ((40, 96), np.inf, {"block_shape": (32, 32)}),
         ((2, 96), np.nan, {"rounding": "stochastic", "key": KEY}),
         # XLA's CPU backend reduces large tensors by other code than small ones.
@@ -58,7 +47,7 @@ def test_a_bad_value_makes_its_block_nan_and_no_other(shape, bad, options):
     np.testing.assert_array_equal(mxjax.dequantize(q), np.where(spoilt, np.nan, expected))
 
 
-@each_mx_format
+@tensors.each_mx_format
 def test_subnormal_blocks_are_exact_down_to_the_smallest_scale(name):
     x = subnormal_range()
     scales, values = oracles.quantize(x, info(name))

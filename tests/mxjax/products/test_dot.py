@@ -12,16 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import dots
-from support.dots import (
-    ASSORTED,
-    DETERMINISTIC,
-    FP32,
-    IMPLEMENTATIONS,
-    NEAREST,
-    assert_same,
-    inputs,
-    products,
-)
+from support.dots import ASSORTED, DETERMINISTIC, IMPLEMENTATIONS, NEAREST, assert_same, inputs, products
 
 import mxjax
 from mxjax import Gemm, Operand
@@ -85,7 +76,7 @@ def test_products_of_other_dtypes_are_rounded_once(x_dtype, w_dtype, y_dtype, im
 def test_master_weights_are_quantized_from_float32():
     # 1.25 and its neighbour above are one bfloat16 number, and round to different elements.
     x, w = jnp.ones((1, 1), jnp.bfloat16), jnp.full((1, 1), 1.25 + 2**-12, jnp.float32)
-    policy = dataclasses.replace(FP32, fprop=Gemm(Operand("bf16"), Operand(scale_rule="floor")))
+    policy = dataclasses.replace(dots.FP32, fprop=Gemm(Operand("bf16"), Operand(scale_rule="floor")))
     assert mxjax.dot(x, 4 * w, policy=policy) == 6
     assert mxjax.dot(x, 4 * w.astype(jnp.bfloat16), policy=policy) == 4
 

@@ -9,18 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import dots
-from support.dots import (
-    ASSORTED,
-    FP32,
-    RANDOM_FPROP,
-    STOCHASTIC,
-    assert_same,
-    draw,
-    everywhere,
-    gemm,
-    inputs,
-    products,
-)
+from support.dots import ASSORTED, FP32, RANDOM_FPROP, STOCHASTIC, assert_same, draw, gemm, inputs, products
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -45,7 +34,7 @@ def test_only_redrawn_signs_depend_on_the_key(signs):
 def test_fixed_signs_depend_on_their_seed():
     x, w, _ = inputs()
     first, second = (
-        mxjax.dot(x, w, policy=everywhere(Operand(), Rotation(16, "fixed", seed))) for seed in (0, 1)
+        mxjax.dot(x, w, policy=dots.everywhere(Operand(), Rotation(16, "fixed", seed))) for seed in (0, 1)
     )
     assert not np.array_equal(first, second)
 
