@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from support.marks import parametrize
 
 import eval as evaluation_program
 import mxjax
@@ -63,7 +64,7 @@ def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes
         assert error < 1e-5, name
 
 
-@pytest.mark.parametrize("name", ["bf16", pytest.param("wgrad_sr", marks=pytest.mark.slow)])
+@parametrize("name", "bf16", slow=["wgrad_sr"])
 def test_gradients_alone_are_those_of_a_pass(passes, name):
     params, batches, _ = passes
     policies = decoder.layer_policies(MODEL, mxjax.get_policy(name))

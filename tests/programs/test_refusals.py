@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+from support.marks import parametrize
 from support.runs import error_of, resume, run
 
 import eval as evaluation_program
@@ -257,12 +258,10 @@ def test_other_scripts_are_names_like_any():
     check_saveable(pathlib.Path("runs/\u3000\u200d\u00a0é"))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "flags",
-    [
-        ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
-        pytest.param(["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"], marks=pytest.mark.slow),
-    ],
+    ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
+    slow=[["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"]],
 )
 def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags, capsys):
     monkeypatch.setattr(training_program, "take_steps", lambda *_: {})

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.runs import lines
 
 import mxjax
@@ -213,10 +214,7 @@ TINY = ["--model", "tiny", "--vocab-size", "257", "--seq-len", "32"]
 SCALED_DOWN = [*TINY, "--lr", "5e-3", "--warmup-steps", "5"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("text", marks=pytest.mark.exhaustive), pytest.param("tokenized", marks=pytest.mark.slow)],
-)
+@parametrize("kind", slow=["tokenized"], exhaustive=["text"])
 def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     """The benchmark on generated text, with another model, sequence, rate and cadence; else its own."""
     out = tmp_path / "run"

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import parametrize
 
 from models.attention import partial
 from models.attention.documents import first_keys
@@ -68,9 +69,8 @@ STARTS = np.zeros((2, 150), bool)
 STARTS[0, [3, 64, 65, 131]] = STARTS[1, [0, 40]] = True
 
 
-@pytest.mark.parametrize(
-    ("documents", "window", "with_sinks"),
-    [(True, 0, False), (False, 40, True), pytest.param(True, 33, True, marks=pytest.mark.slow)],
+@parametrize(
+    ("documents", "window", "with_sinks"), (True, 0, False), (False, 40, True), slow=[(True, 33, True)]
 )
 def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with_sinks):
     """In float32, by a mask of all scores and a column of sinks, as transformers' gpt-oss computes it."""
@@ -105,7 +105,7 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
         assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@parametrize("is_causal", False, slow=[True])
 def test_a_part_of_the_keys_equals_xla(is_causal):
     """Results to be merged: sums of exp(scores) are returned, and the gradients take those over all keys."""
     q, k, v, dout = draw(2, 128, 2, 1, 64)

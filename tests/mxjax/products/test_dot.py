@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import dots
 from support.dots import ASSORTED, DETERMINISTIC, IMPLEMENTATIONS, NEAREST, assert_same, inputs, products
+from support.marks import parametrize
 
 import mxjax
 from mxjax import Gemm, Operand
@@ -91,15 +92,7 @@ def test_preferred_element_type_is_the_dtype_of_the_result_alone(implementation)
     dots.check_products(found[:1], dots.expected_products(x, w, dy, NEAREST)[:1])
 
 
-@pytest.mark.parametrize(
-    ("x_shape", "d_out"),
-    [
-        ((1, 1), 1),
-        ((2, 3, 65), 4),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (((33,), 5), ((64, 1), 3))),
-    ],
-    ids=str,
-)
+@parametrize(("x_shape", "d_out"), ((1, 1), 1), ((2, 3, 65), 4), slow=[((33,), 5), ((64, 1), 3)], ids=str)
 def test_any_shape(x_shape, d_out):
     policy = mxjax.get_policy("wgrad_hadamard")
     x, w, dy = inputs(x_shape, d_out)
@@ -107,17 +100,11 @@ def test_any_shape(x_shape, d_out):
 
 
 @pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "implementation"),
-    [
-        *((name, "xla") for name in ("fp32", "wgrad", "ms_fp4")),
-        *(("wgrad_hadamard", i) for i in ("xla", "fp8_carriers")),
-        *(
-            pytest.param("wgrad_hadamard", i, marks=pytest.mark.slow)
-            for i in ALL
-            if i not in ("xla", "fp8_carriers")
-        ),
-    ],
+    *((name, "xla") for name in ("fp32", "wgrad", "ms_fp4")),
+    *(("wgrad_hadamard", i) for i in ("xla", "fp8_carriers")),
+    slow=[*(("wgrad_hadamard", i) for i in ALL if i not in ("xla", "fp8_carriers"))],
 )
 def test_an_empty_axis_gives_an_empty_or_zero_product(tokens, d_in, d_out, name, implementation):
     x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))

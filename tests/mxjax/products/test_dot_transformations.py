@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import dots
 from support.dots import ASSORTED, NEAREST, RANDOM_FPROP, assert_near, assert_same, inputs, products
+from support.marks import parametrize
 from support.oracles import types_unchecked
 
 import mxjax
@@ -50,11 +51,7 @@ def test_remat_replays_the_random_bits(policy):
     assert_same(jax.jit(remat)(x, w, key), jax.jit(plain)(x, w, key))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [ASSORTED, pytest.param(mxjax.get_policy("quartet2"), marks=pytest.mark.slow)],
-    ids=["assorted", "quartet2"],
-)
+@parametrize("policy", ASSORTED, slow=[mxjax.get_policy("quartet2")], ids=["assorted", "quartet2"])
 def test_an_exported_program_takes_any_number_of_tokens(policy):
     """Each policy pads, rotates and rounds stochastically along the tokens."""
     key, (x, w, dy) = jax.random.key(0), inputs()

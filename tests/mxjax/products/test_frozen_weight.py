@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dots import assert_same, inputs, with_gradients
+from support.marks import parametrize
 
 import mxjax
 from examples import lora
@@ -25,7 +26,7 @@ def y_and_dx(x, w, dy, policy, implementation=None):
     return with_gradients(lambda x: mxjax.dot(x, w, **options), x, dy=dy)
 
 
-@pytest.mark.parametrize("policy", ["wgrad_hadamard", pytest.param("tetrajet", marks=pytest.mark.slow)])
+@parametrize("policy", "wgrad_hadamard", slow=["tetrajet"])
 def test_its_products_are_those_of_its_values(policy):
     assert_same(y_and_dx(X, Q, DY, policy), y_and_dx(X, mxjax.dequantize(Q), DY, policy))
 

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from support.dots import jitted_products, products
+from support.marks import parametrize
 
 import mxjax
 from mxjax.numerics.operand import Operand
@@ -153,9 +154,7 @@ def test_decodes_every_code_at_extreme_scales(byte):
         np.testing.assert_array_equal(decode(q, jnp.float32)[0, :16], values.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "implementation", ["fp8_carriers", pytest.param("scaled_dot", marks=pytest.mark.slow)]
-)
+@parametrize("implementation", "fp8_carriers", slow=["scaled_dot"])
 def test_composes_under_vmap_scan_and_remat(implementation):
     x, w, dy = tensors()
     ws = jnp.stack([w, 2 * w])
@@ -277,10 +276,7 @@ def test_products_by_halves_span_the_range_of_float32():
     assert np.isnan(contract(jnp.float32([[jnp.inf, 2.0**95]]), large))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["tetrajet_v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform4_fp32", "ms_fp4"))],
-)
+@parametrize("policy", "tetrajet_v2", slow=["uniform4_fp32", "ms_fp4"])
 def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
     halves = mock.Mock(wraps=contract_by_halves)
     monkeypatch.setattr("mxjax.operands.product.contract_by_halves", halves)

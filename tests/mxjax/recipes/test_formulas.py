@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard
 from support.dots import assert_near, with_gradients
+from support.marks import parametrize
 from support.oracles import ELEMENT_INFO, quantize, round_nearest
 
 import mxjax
@@ -57,14 +58,11 @@ def blocks_of_16(t):
     return (round_nearest(blocks / scale, ELEMENT_INFO["e1m2"]) * scale).reshape(t.shape)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "quantized", "implementation"),
-    [
-        ("uniform4", mx, "xla"),
-        ("uniform4_fp32", blocks_of_16, "xla"),
-        pytest.param("uniform4", mx, "reference", marks=pytest.mark.slow),
-        pytest.param("uniform4_fp32", blocks_of_16, "reference", marks=pytest.mark.slow),
-    ],
+    ("uniform4", mx, "xla"),
+    ("uniform4_fp32", blocks_of_16, "xla"),
+    slow=[("uniform4", mx, "reference"), ("uniform4_fp32", blocks_of_16, "reference")],
 )
 def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized, implementation):
     """Three products of quantized operands, each rotated with its own signs along what it contracts."""

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.dots import PRODUCTS, assert_near, with_gradients
+from support.marks import parametrize
 from support.recipes import golden
 
 import mxjax
@@ -32,10 +33,7 @@ def fixed(rotation, signs):
     return dataclasses.replace(rotation, signs="fixed", values=tuple(map(int, signs)))
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "fp8_carriers"))],
-)
+@parametrize("implementation", "xla", slow=["reference", "fp8_carriers"])
 def test_the_layer_of_tetrajet_rounded_to_nearest_is_that_of_the_repository(implementation):
     nearest = map_operands(
         mxjax.get_policy("tetrajet"), lambda operand: dataclasses.replace(operand, rounding="nearest")

@@ -6,6 +6,7 @@ import time
 
 import jax
 import pytest
+from support.marks import parametrize
 from support.runs import ROOT, start, start_pair
 
 from training.command_line import FlagError
@@ -50,9 +51,7 @@ def ended_by(tmp_path, bad: int, error: str):
     return [run.returncode for run in runs], [errors for _, errors in outputs]
 
 
-@pytest.mark.parametrize(
-    "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
+@parametrize("bad", slow=[0], exhaustive=[1])
 def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
     status, errors = ended_by(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
     assert status == [1, 1], errors

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.tokenizing import config, write_files
 
 from training.data.indexed_dataset import IndexedDataset
@@ -244,13 +245,7 @@ def test_the_command_line_gives_the_same_with_any_number_of_processes(corpus, tm
         assert len(files) == 1
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
-    ],
-)
+@parametrize("number", slow=[signal.SIGKILL], exhaustive=[signal.SIGINT])
 def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_path, number):
     folder = tmp_path / "in"
     write_files(folder, 12, 2000, words=40)
