@@ -288,11 +288,7 @@ def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch)
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         draw(found, tmp_path / "again")
     titles = (tmp_path / "again" / "wgrad.svg").read_text()
-    assert {path.name for path in out.iterdir()} == {
-        "diagnosis.json",
-        "gemms.svg",
-        "wgrad.svg",
-        "histograms.svg",
-    }
+    got = {path.name for path in out.iterdir()}
+    assert got == {"diagnosis.json", "gemms.svg", "wgrad.svg", "histograms.svg"}
     assert f">{tmp_path / 'run'}, step 2, policy wgrad_sr<" in titles
     assert "blocks.3.mlp.down" in printed

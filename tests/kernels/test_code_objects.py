@@ -84,10 +84,8 @@ def test_arguments_are_those_of_the_gfx950_code_objects(builds):
         assert [(a["offset"], a["size"], a["kind"], a["address_space"]) for a in listed] == [
             (a[".offset"], a[".size"], a[".value_kind"], a.get(".address_space")) for a in kernel[".args"]
         ]
-        assert (record["kernel"], record["kernarg_bytes"]) == (
-            kernel[".name"],
-            kernel[".kernarg_segment_size"],
-        )
+        found = (record["kernel"], record["kernarg_bytes"])
+        assert found == (kernel[".name"], kernel[".kernarg_segment_size"])
         assert record["descriptor_symbol"] == kernel[".symbol"]
         assert record["threads_per_warp"] == kernel[".wavefront_size"]
         assert record["block"] == [kernel[".max_flat_workgroup_size"], 1, 1]

@@ -226,9 +226,8 @@ def test_quantizer_is_short(gfx950, name, waves, limit):
     d = gfx950[name]
     assert d["resources"]["waves_per_simd"] >= waves
     assert sum(d["whole_kernel"]["opcodes"].values()) <= limit * elements_of(d)
-    assert starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte") == {
-        "buffer_store_short": 2
-    }
+    found = starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte")
+    assert found == {"buffer_store_short": 2}
 
 
 def place(record, inputs):
