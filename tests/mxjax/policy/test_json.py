@@ -48,7 +48,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": null}', "wgrad must be an object"),
         (
             '{"wgrad": {"lhs": {"scale_rul": "even"}}}',
-            "wgrad.lhs has no field 'scale_rul'; did you mean 'scale_rule'?",
+            "wgrad.lhs has no field 'scale_rul'; did you mean 'scale_",
         ),
         ('{"wgrad": {"lhs": {"format": "mxpf4"}}}', "wgrad.lhs: unknown format 'mxpf4'"),
         ('{"wgrad": {"lhs": {"format": 4}}}', "wgrad.lhs.format must be a string, got 4"),
@@ -66,10 +66,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": {"lhs": {"block_shape": 65537}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
         ('{"wgrad": {"lhs": {"block_shape": [257, 256]}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
         ('{"wgrad": {"rotation": {"seed": 4294967296}}}', "wgrad.rotation: Rotation needs seed to be from 0"),
-        (
-            '{"wgrad": {"lhs": {"format": "nvfp4", "eden": 65552}}}',
-            "wgrad.lhs: eden must be an integer of at",
-        ),
+        ('{"wgrad": {"lhs": {"format": "nvfp4", "eden": 65552}}}', "wgrad.lhs: eden must be an integer of"),
         ('{"wgrad": {"rotation": {"seed": -1}}}', "wgrad.rotation: Rotation needs seed to be from 0"),
         ('{"wgrad": {"rotation": {"size": 17}}}', "wgrad.rotation: Rotation needs size to be one of"),
         ('{"wgrad": {"rotation": {"size": 16.0}}}', "wgrad.rotation.size must be an integer"),

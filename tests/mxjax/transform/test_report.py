@@ -239,22 +239,12 @@ def merged(params, x):
     ("f", "args", "options", "message"),
     [
         (loss, (PARAMS, X), {"rules": [("*haed*", None)]}, r"'\*haed\*' matches none of 'blocks.\*.down'"),
-        (
-            loss,
-            (PARAMS, X),
-            {"rules": [("norm", "fp8")]},
-            "'norm' of transform matches 'norm', which no product",
-        ),
+        (loss, (PARAMS, X), {"rules": [("norm", "fp8")]}, "'norm' of transform matches 'norm', which no"),
         (loss, (PARAMS, X), {"policy": "wgrda"}, "did you mean 'wgrad'"),
         (sgd, (PARAMS, X), {}, "transform the loss alone, jax.grad"),
         (sgd_of_a_tuple, (PAIR, X), {}, "found a gradient of the weight '1' in the"),
         (sgd_of_a_tuple, (PAIR, X), {"rules": [("2", "fp8")]}, "'2' matches none of '0', '1'"),
-        (
-            merged,
-            (PARAMS, X),
-            {"rules": [("blocks[0].*", "fp8")]},
-            "'blocks.0.up': fp8, 'blocks.1.up': wgrad",
-        ),
+        (merged, (PARAMS, X), {"rules": [("blocks[0].*", "fp8")]}, "blocks.0.up': fp8, 'blocks.1.up': wgrad"),
         (loss, (PARAMS,), {"weights": 1}, "from positional argument 1, but 1 arrived"),
     ],
     ids=[

@@ -153,10 +153,7 @@ def test_unrepresentable_fprops_are_refused():
         ({"quantize": "gguf", "shard_gb": 1.0}, "--shard-gb 1: --quantize gguf writes one file"),
         ({"quantize": "gguf"}, "needs a tokenizer"),
         ({"quantize": "nvfp4", "activations": True}, "add --calibrate PREFIX"),
-        (
-            {"quantize": "nvfp4", "activations": True, "calibrate": "~/none"},
-            "--calibrate /.*/none: no such file",
-        ),
+        ({"quantize": "nvfp4", "activations": True, "calibrate": "~/none"}, "--calibrate /.*none: no such"),
         ({"quantize": "nvfp4", "scale_rule": "even"}, "leave it out with nvfp4"),
     ],
 )

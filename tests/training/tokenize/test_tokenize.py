@@ -170,10 +170,7 @@ def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
         ({"tokenizer": "t.json", "vocab_size": 300}, "or train one with --train-tokenizer"),
         ({"tokenizer": "t.json", "eod": "<eos>"}, "give both"),
         ({"tokenizer": "t.json", "train_characters": 99}, "--train-characters is for --train-tokenizer"),
-        (
-            {"tokenizer": "t.json", "append_eod": True, "eod": "<end>"},
-            "--eod '<end>': the tokenizer has no such",
-        ),
+        ({"tokenizer": "t.json", "append_eod": True, "eod": "<end>"}, "--eod '<end>': the tokenizer has no"),
         ({"tokenizer": "t.json", "append_eod": True}, "the tokenizer has none of <|endoftext|>"),
         ({"train_tokenizer": True, "append_eod": True, "eod": "a"}, "leave --eod out"),
         ({"train_tokenizer": True, "vocab_size": 256}, "at least 257 tokens"),
