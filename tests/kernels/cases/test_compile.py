@@ -15,15 +15,11 @@ def cuda(builds):
 
 @pytest.mark.slow
 def test_cuda_spills_nothing(cuda):
-    assert {kernel["kernel"] for kernel in cuda.values()} == {
-        "gemm_kernel",
-        "quantize_kernel",
-        "quantize_pairs_kernel",
-        "carry_kernel",
-        "sift_kernel",
-        "correct_kernel",
-        "draw_kernel",
+    kernels = {
+        f"{name}_kernel"
+        for name in ["gemm", "quantize", "quantize_pairs", "carry", "sift", "correct", "draw"]
     }
+    assert {kernel["kernel"] for kernel in cuda.values()} == kernels
     assert_spills_nothing(cuda)
 
 
@@ -192,13 +188,8 @@ def test_without_a_loop_the_whole_kernel_is_counted():
 @pytest.mark.parametrize(
     ("vgprs", "lds_bytes", "warps", "waves"),
     [
-        (64, 0, 4, 8),
-        (65, 0, 4, 7),
-        (128, 0, 4, 4),
-        (256, 0, 8, 2),
-        (512, 0, 4, 1),
-        (64, 80 * 1024, 4, 2),
-        (437, 141280, 4, 1),
+        *((64, 0, 4, 8), (65, 0, 4, 7), (128, 0, 4, 4), (256, 0, 8, 2), (512, 0, 4, 1)),
+        *((64, 80 * 1024, 4, 2), (437, 141280, 4, 1)),
     ],
 )
 def test_occupancy(vgprs, lds_bytes, warps, waves):

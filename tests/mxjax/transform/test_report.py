@@ -247,16 +247,7 @@ def merged(params, x):
         (merged, (PARAMS, X), {"rules": [("blocks[0].*", "fp8")]}, "blocks.0.up': fp8, 'blocks.1.up': wgrad"),
         (loss, (PARAMS,), {"weights": 1}, "from positional argument 1, but 1 arrived"),
     ],
-    ids=[
-        "no parameter",
-        "no product",
-        "policy",
-        "gradient",
-        "a tuple's",
-        "no element",
-        "several policies",
-        "argument",
-    ],
+    ids=["parameter", "product", "policy", "gradient", "tuple", "element", "several", "argument"],
 )
 def test_what_does_not_fit_raises(f, args, options, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):
