@@ -20,7 +20,6 @@ from plain_kernels import COMPUTED_INPUTS, plain_block16, plain_carry, plain_cas
 import mxjax
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
 from mxjax.kernels.quantize import block16, clipped, fp8, fp8_computed, quantizer
-from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed
@@ -205,7 +204,7 @@ def mesh_size(mesh, axis) -> int:
 
 def check_computed(mesh) -> None:
     """Only rows are cut, and what lies across the others is gathered."""
-    computed.triton_call = plain_kernels.plain_computed
+    quantizer.triton_call = plain_kernels.plain_computed
     keys = iter(jax.random.split(jax.random.key(12), 6))
 
     def product(r, n):
@@ -215,23 +214,30 @@ def check_computed(mesh) -> None:
     first, second = product(256, 128), product(256, 64)
     plain = jax.random.normal(jax.random.key(13), (256, 64), jnp.bfloat16)
     for x in (normed(plain, Norm(jnp.arange(64.0), 1e-5)), Gated(first), GatedGradient(first, second)):
-        wanted = jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))(x)
-        for spec in (P("a"), P(("a", "b")), P("b", "a"), P(None, "a")):
+        specs = P("a"), P(("a", "b")), P("b", "a"), P(None, "a")
+        check_rows(mesh, lambda x: quantize_computed(x, *COMPUTED_INPUTS), x, specs)
 
-            def place(t, spec=spec):
-                rows = t.shape[0] == 256
-                axes = spec if t.ndim == 2 else P(spec[0]) if rows else P(*spec[1:])
-                return jax.device_put(t, NamedSharding(mesh, axes))
 
-            compiled = (
-                jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))
-                .lower(jax.tree.map(place, x))
-                .compile()
-            )
-            got = compiled(jax.tree.map(place, x))
-            assert_equal(got, wanted)
-            assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
-            assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
+def check_rows(mesh, quantize, x, specs) -> None:
+    """Compares with one device's bits; only what lies across other axes than rows is gathered."""
+
+    def whole(tree):
+        return [np.asarray(t, np.float32) if t.dtype.itemsize == 1 else t for t in jax.tree.leaves(tree)]
+
+    wanted = jax.jit(quantize)(x)
+    for spec in specs:
+
+        def place(t, spec=spec):
+            rows = t.shape[0] == 256
+            axes = spec if t.ndim == 2 else P(spec[0]) if rows else P(*spec[1:])
+            return jax.device_put(t, NamedSharding(mesh, axes))
+
+        placed = jax.tree.map(place, x)
+        compiled = jax.jit(lambda x: quantize(x)).lower(placed).compile()
+        got = compiled(placed)
+        assert_equal(whole(got), whole(wanted))
+        assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
+        assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
 
 
 def delayed_uses(scales):
@@ -269,18 +275,7 @@ def check_computed_cast(mesh) -> None:
 
     for x in (normed(plain, Norm(jnp.arange(64.0), 1e-5)), Gated(product), GatedGradient(product, gradient)):
         with use_target(Target("cuda", "sm_90")):
-            wanted = jax.jit(quantize)(x)
-            for spec in (P("a"), P(("a", "b"))):
-
-                def place(t, spec=spec):
-                    return jax.device_put(t, NamedSharding(mesh, spec if t.shape[0] == 256 else P()))
-
-                compiled = jax.jit(quantize).lower(jax.tree.map(place, x)).compile()
-                got = compiled(jax.tree.map(place, x))
-                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-                    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-                assert "all-gather" not in compiled.as_text(), spec
-                assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+            check_rows(mesh, quantize, x, (P("a"), P(("a", "b"))))
 
 
 multiply_on_one = jax.jit(plain_product, static_argnums=(4, 5))
