@@ -175,10 +175,8 @@ def test_what_differs_is_said(tmp_path, capsys):
     ]
     compare(CompareConfig(tuple(folders)))
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-2:] == [
-        "  fp8: fp8 data=['fp8.txt'] lr=0.001",
-        "  wgrad: wgrad data=['wgrad.txt'] lr=0.002",
-    ]
+    got = printed[-2:]
+    assert got == ["  fp8: fp8 data=['fp8.txt'] lr=0.001", "  wgrad: wgrad data=['wgrad.txt'] lr=0.002"]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
     change(folders[1], data=FACTS)
@@ -251,10 +249,8 @@ def test_overfitted_runs_have_losses(tmp_path, capsys):
         make_run(tmp_path / policy, {10: 3.0, 20: 5.0}, [*flags, policy], train) for policy in ("fp8", "bf16")
     ]
     found = compare(CompareConfig(tuple(folders)))["groups"]
-    assert [[row[key] for key in ("diverged", "overfitted", "loss", "train_loss")] for row in found] == [
-        [0, 1, 5.0, 0.1],
-        [0, 1, 5.0, 0.1],
-    ]
+    got = [[row[key] for key in ("diverged", "overfitted", "loss", "train_loss")] for row in found]
+    assert got == [[0, 1, 5.0, 0.1], [0, 1, 5.0, 0.1]]
     assert "overfitted: likewise, but training ends below the lowest evaluation" in capsys.readouterr().out
     diverged = [
         make_run(tmp_path / f"d{i}", {10: 3.0, 20: 5.0}, [*flags, "wgrad", "--lr", f"{i}e-3"]) for i in (1, 2)
@@ -308,10 +304,8 @@ def test_the_command_prints_text_or_json(tmp_path, capsys, monkeypatch):
     runpy.run_path(evaluation_program.__file__, run_name="__main__")
     result = json.loads(capsys.readouterr().out)
     assert result["reached"] == {"run": 20_480, "other": 20_480}
-    assert [[group[key] for key in ("low", "p", "sd", "detectable")] for group in result["groups"]] == [
-        [None] * 4,
-        [None] * 4,
-    ]
+    found = [[group[key] for key in ("low", "p", "sd", "detectable")] for group in result["groups"]]
+    assert found == [[None] * 4, [None] * 4]
 
 
 def test_a_plot_in_a_folder_that_does_not_exist_says_how_to_make_it(tmp_path):

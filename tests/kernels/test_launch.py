@@ -7,6 +7,7 @@ import os
 import zlib
 
 import pytest
+from support.marks import parametrize
 from support.programs import TESTS, fields_of, run_compiled
 from support.rocm import install_extension
 
@@ -149,7 +150,7 @@ def test_kernels_for_cuda_serve_any_number_of_rows(counts):
     assert counts[3:] == [4]
 
 
-@pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@parametrize("cached", True, exhaustive=[False])
 def test_a_program_is_the_same_when_it_is_lowered_again(rocm_program, tmp_path, cached):
     """In another process, after others, wherever it runs, and whether or not Triton's cache has kernels."""
     environment = {"PYTHONHASHSEED": "7", "TMPDIR": str(tmp_path)}

@@ -39,11 +39,8 @@ def test_every_path_of_a_flag_is_absolute(tmp_path, monkeypatch):
     config = parse(["--data", "0.5", "~/a", "0.5", "../b", "--eval-data=~/c", "--out=~/run", "--init", "i"])
     home, up = f"{tmp_path}/home", tmp_path.parent
     assert config.data.data == ("0.5", f"{home}/a", "0.5", f"{up}/b")
-    assert (config.data.eval_data, str(config.out), config.init) == (
-        (f"{home}/c",),
-        f"{home}/run",
-        tmp_path / "i",
-    )
+    found = (config.data.eval_data, str(config.out), config.init)
+    assert found == ((f"{home}/c",), f"{home}/run", tmp_path / "i")
     assert Config(data=DataConfig(("1",)), model_config="m.json").data.data == (f"{tmp_path}/1",)
     diagnosis = flags_of(DiagnoseConfig, ["r", "--data=~/a", "--out", "o"])
     assert (diagnosis.run, diagnosis.data, diagnosis.out) == (tmp_path / "r", f"{home}/a", tmp_path / "o")

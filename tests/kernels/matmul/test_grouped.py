@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.dots import assert_same
 from support.gpu import HAS_GPU
+from support.marks import parametrize
 from test_fp4_gemm import GFX950, HERE, built_for, decode, draw
 
 import mxjax
@@ -83,12 +84,8 @@ def test_products_of_like_scales_are_exact(carriers, target):
             np.testing.assert_array_equal(y, wanted.astype(dtype))
 
 
-@pytest.mark.parametrize(
-    "carriers",
-    [("e5m2", "e4m3"), *(pytest.param((c, c), marks=pytest.mark.slow) for c in ("e4m3", "e5m2"))],
-    ids=str,
-)
-@pytest.mark.parametrize("k", [96, pytest.param(8224, marks=pytest.mark.exhaustive)])
+@parametrize("carriers", ("e5m2", "e4m3"), slow=[*((c, c) for c in ("e4m3", "e5m2"))], ids=str)
+@parametrize("k", 96, exhaustive=[8224])
 def test_what_carriers_lose_is_recomputed(carriers, k):
     """Scales span more than FP8 does, so that rows of both operands lose elements, near and far.
 
@@ -157,10 +154,8 @@ def products(x, w, dy, sizes, *, policy, implementation):
     return y, *vjp(dy)
 
 
-@pytest.mark.parametrize("implementation", ["fp8_carriers", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "policy", ["wgrad_hadamard", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fprop", "bf16", "fp8"))]
-)
+@parametrize("implementation", "fp8_carriers", slow=["triton"])
+@parametrize("policy", "wgrad_hadamard", slow=["fprop", "bf16", "fp8"])
 def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implementation):
     """Without what no expert reads, which is NaN; scales span forty binades.
 

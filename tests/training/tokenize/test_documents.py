@@ -139,12 +139,8 @@ def test_a_document_without_an_end_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("training.tokenize.documents._LARGEST", 50)
     (tmp_path / "a.jsonl").write_bytes(line("one") + line("x" * 1000) + line("three") + b"x" * 99)
     items = found(tmp_path / "a.jsonl")
-    assert [item[:2] for item in items] == [
-        (1, "one"),
-        (2, "oversized document"),
-        (3, "three"),
-        (4, "oversized document"),
-    ]
+    got = [item[:2] for item in items]
+    assert got == [(1, "one"), (2, "oversized document"), (3, "three"), (4, "oversized document")]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 51))
     assert found(tmp_path / "a.txt.gz") == [(1, "oversized document", "it has more than 50 bytes")]
 
@@ -219,10 +215,8 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
     for place, suffix in itertools.product([tmp_path, tmp_path / "tokens"], WRITTEN):
         (place / f"t{suffix}").write_text("x")
     assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
-    assert [pathlib.Path(f).name for f in below([f"{tmp_path.parent}/{tmp_path.name}*"])] == [
-        "d.txt",
-        "e.txt",
-    ]
+    got = [pathlib.Path(f).name for f in below([f"{tmp_path.parent}/{tmp_path.name}*"])]
+    assert got == ["d.txt", "e.txt"]
     assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
     (tmp_path / "tokens" / "f.txt").write_text("x")  # whose folder is no reason to leave it out
     found = [pathlib.Path(f).name for f in find_files([folder], recursive=True)]
