@@ -166,6 +166,7 @@ def test_a_program_is_the_same_when_it_is_lowered_again(rocm_program, tmp_path, 
 def test_transformations_of_calls():
     said = json.loads(run_compiled("support.calls"))
     assert said["aliased"] == ["0"]
+    assert said["barriers"] == [2, 0]  # XLA sees neither what a call works in, nor its result, as a slice
     assert [said[name] for name in ("unused", "remat", "twice", "sharded")] == [0, 1, 2, True]
     assert "double_kernel was traced for gfx950, and cannot be lowered for cuda" in said["other platform"]
     assert "double_kernel takes pointers to x, y; it was called with 3 arrays" in said["arrays"]

@@ -207,6 +207,17 @@ def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
     assert_same(jax.tree.leaves(quantize_filled(x, uses, at)), jax.tree.leaves(wanted))
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="XLA rewrites calls in loops for GPUs alone")
+def test_layers_in_a_loop_are_each_by_itself():
+    """XLA once let calls that work in place write the loop's arrays, without what they were to begin with."""
+    given = [jnp.stack(t) for t in zip(*(tensors(150, span) for span in (40, 0, 20)), strict=True)]
+    options = {"sizes": jnp.array(SIZES), "policy": "wgrad_hadamard", "implementation": None}
+    run = functools.partial(products.__wrapped__, **options)
+    looped = jax.jit(lambda *given: jax.lax.map(lambda each: run(*each), given))(*given)
+    for i in range(3):
+        assert_same([t[i] for t in looped], jax.jit(run)(*(t[i] for t in given)))
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter sums by numpy")
 def test_long_sums_are_within_their_bound_of_float64():
     rng, r = np.random.default_rng(3), runs_of(jnp.array([8192]), 8192, 256, rest=True)
