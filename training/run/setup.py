@@ -92,10 +92,8 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_tensorboard()
     if config.observe.wandb:
         check_wandb()
-    if config.init is not None and config.data.data:
-        check_tokens_of(config.init, "--data", config.data.data[-1])
-        for prefix in parse_blend(config.data.data)[0] if begun is None else ():
-            check_tokenizer_of(config.init, "--data", prefix)
+    if (origin := source or config.init) is not None:
+        check_tokens(config.data, origin, begins=begun is None)
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
@@ -104,7 +102,8 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
     check_phases(mesh.shape, model, phases)
-    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
+    held_out = config.data.eval_paths.values()
+    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data, held_out)
     plan = Plan(
         config,
         mesh,
@@ -118,7 +117,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         ),
         model,
         phases,
-        saved.get("imported"),
+        imported_from(config.init) if source is None else saved.get("imported"),
         tokenizer,
         documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
@@ -184,6 +183,19 @@ def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
                 f"--out {folder} lies in {flag} {name}, so that the run would read what it writes; name a "
                 "folder elsewhere with --out"
             )
+
+
+def check_tokens(data: DataConfig, origin: pathlib.Path, *, begins: bool) -> None:
+    """Raises ValueError if data has other tokens than those that the weights of `origin` have learned.
+
+    Of a run that has begun --eval-data may change; --data is compared as a whole.
+    """
+    if begins and data.data:
+        check_tokens_of(origin, "--data", data.data[-1])
+        for prefix in parse_blend(data.data)[0]:
+            check_tokenizer_of(origin, "--data", prefix)
+    for path in data.eval_paths.values():
+        check_tokenizer_of(origin, "--eval-data", path)
 
 
 def check_folder(resume: bool, folder: pathlib.Path) -> None:
@@ -321,6 +333,12 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "environment": facts() | ({} if (code := commit()) is None else {"commit": code}),
         "mesh": dict(plan.mesh.shape),
     }
+
+
+def imported_from(init: pathlib.Path | None) -> str | None:
+    """Returns the folder of the checkpoint whose weights --init names; None if they have trained since."""
+    saved = {} if init is None else read_run_config(init)
+    return saved.get("imported") if begun_config(saved) is None else None
 
 
 def open_folder(plan: Plan, folder: pathlib.Path) -> None:

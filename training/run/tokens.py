@@ -7,7 +7,7 @@ import json
 import pathlib
 import shlex
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from models.received import parse_json
 from training.data.megatron import is_indexed, parse_blend
@@ -35,10 +35,24 @@ def tokens_checksum(tokenizer: pathlib.Path) -> str:
     return f"{zlib.crc32(tokens.encode()):08x}"
 
 
-def checksum_of_data(data: Sequence[str]) -> str | None:
-    """Returns the checksum of the first tokenizer that lies beside --data; None without any."""
-    paths = _tokenizers_of(data) if is_indexed(data) else []
-    return next((tokens_checksum(path) for path in paths if path.exists()), None)
+def checksum_of_data(data: Sequence[str], held_out: Iterable[str] = ()) -> str | None:
+    """Returns the checksum of the tokenizer that lies beside --data; None without any.
+
+    Args:
+      data: the run's --data.
+      held_out: datasets of its --eval-data.
+    Raises:
+      ValueError: two of the datasets were made by tokenizers with other tokens.
+    """
+    paths = [*_tokenizers_of(data), *map(tokenizer_path, held_out)] if is_indexed(data) else []
+    found = [(tokens_checksum(path), path) for path in paths if path.exists()]
+    for checksum, path in found:
+        if checksum != found[0][0]:
+            raise ValueError(
+                f"--data and --eval-data: {path} has other tokens than {found[0][1]}; tokenize all texts "
+                "by one --tokenizer"
+            )
+    return found[0][0] if found else None
 
 
 def _tokenizers_of(data: Sequence[str]) -> list[pathlib.Path]:

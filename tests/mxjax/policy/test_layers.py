@@ -31,7 +31,7 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":99"]
+    "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":4", "-4:"]
 )
 def test_brackets_take_numbered_layers_as_lists_do(index):
     found = matching(NAMES, f"blocks[{index}].*")
@@ -47,8 +47,11 @@ def test_brackets_count_blocks_by_number_not_by_letter():
     assert matching(names, "blocks[2].*") == ["blocks.2.up"]
 
 
-@pytest.mark.parametrize("pattern", ["blocks[4].*", "blocks[-5].*", "blocks[2:2].*", "blocks[:2].left"])
-def test_a_slice_that_holds_no_layer_is_an_error(pattern):
+@pytest.mark.parametrize(
+    "pattern",
+    ["blocks[4].*", "blocks[-5].*", "blocks[2:2].*", "blocks[:2].left", "blocks[:9].*", "blocks[-5:].*"],
+)
+def test_a_slice_that_holds_no_layer_or_reaches_beyond_them_is_an_error(pattern):
     with pytest.raises(ValueError, match=r"matches none of 'blocks\.\*\.up', .*of blocks there are 4"):
         resolve(NAMES, get_policy("wgrad"), [(pattern, get_policy("bf16"))])
 

@@ -8,6 +8,7 @@ import pytest
 from training.config import Config, DataConfig
 from training.files import HUGGINGFACE
 from training.run.record import documents_of_run, from_json, read_run_config, to_json, write_run_config
+from training.run.setup import check_tokens
 from training.run.tokens import check_tokenizer_of, checksum_of_data, find_tokenizer, tokens_checksum
 
 VALUES = {"config": to_json(Config(spike_factor=float("inf"))), "model": {"n_layers": 2}, "mesh": {"data": 1}}
@@ -134,6 +135,31 @@ def test_data_of_other_tokens_is_refused_even_where_the_run_s_are_gone(tokenized
     other = write(tmp_path / "other", merges=[])
     with pytest.raises(ValueError, match=f"--data {tmp_path}/other was tokenized by {other}, and .* was"):
         check_tokenizer_of(tokenized, "--data", str(tmp_path / "other"))
+
+
+def test_datasets_of_two_tokenizers_are_refused(tmp_path):
+    ours, same = write(tmp_path / "ours"), write(tmp_path / "same", merges=["a b"])
+    other, path = write(tmp_path / "other", merges=[]), str(tmp_path / "other")
+    data = ["0.5", str(tmp_path / "ours"), "0.5", str(tmp_path / "same")]
+    assert checksum_of_data(data, [str(tmp_path / "text")]) == tokens_checksum(same)
+    for arguments in ((data, [path]), ([*data, "0.5", path],)):
+        with pytest.raises(ValueError, match=f"{other} has other tokens than {ours}; tokenize all"):
+            checksum_of_data(*arguments)
+
+
+def test_a_run_to_continue_takes_data_of_its_own_tokens(tokenized, tmp_path):
+    """Of an import --data too, since it has none on record; later --eval-data alone may change."""
+    write(tmp_path / "other", merges=[])
+    config = json.loads((tokenized / "config.json").read_text())
+    other = DataConfig((str(tmp_path / "other"),), eval_data=(f"x={tmp_path / 'other'}",))
+    with pytest.raises(ValueError, match=r"--eval-data .*other was tokenized by"):
+        check_tokens(other, tokenized, begins=False)
+    write(tmp_path / "own")
+    (tokenized / HUGGINGFACE).mkdir()
+    (tmp_path / "own.tokenizer.json").rename(tokenized / HUGGINGFACE / "tokenizer.json")
+    write_run_config(tokenized, {"config": config["config"], "imported": "hub"})
+    with pytest.raises(ValueError, match=r"--data .*other was tokenized by"):
+        check_tokens(other, tokenized, begins=True)
 
 
 def test_an_import_without_training_has_the_tokens_of_its_tokenizer(tmp_path):
