@@ -1,13 +1,12 @@
-"""Time of attention over the devices of a sequence: the ring that trains, an all-gather, and an all-to-all.
+"""Time of attention over the devices of a sequence: the ring that trains, and an all-to-all.
 
     python -m benchmarks.kernels.context [--shapes 1x32768x32x8x64 …] [--out FILE]
 
 Shapes as in `benchmarks.kernels.attention`, of one sequence, in as many rows as there are devices; forward,
-and forward and backward. "ring" is `models.attention.ring`. "all-gather" gathers the keys and values first,
-multiplies the same chunks in fewer calls, and scatters the sums of their gradients. "all-to-all" gives each
-device a share of the heads of whole sequences (arXiv 2309.14509). "one device" is the whole sequence's
-attention. Each result is compared with that one's; "error" is the largest norm of a difference over the
-result's. The rate counts 2 products forward, 5 backward, masked or not, of all devices.
+and forward and backward. "ring" is `models.attention.ring`. "all-to-all" gives each device a share of the
+heads of whole sequences (arXiv 2309.14509). "one device" is the whole sequence's attention. Each result is
+compared with that one's; "error" is the largest norm of a difference over the result's. The rate counts 2
+products forward, 5 backward, masked or not, of all devices.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from benchmarks.kernels import attention
 from benchmarks.kernels.attention import Shape, parse_shape
 from models.attention import ring
 from models.attention.causal import causal_attention
-from models.attention.partial import Results, attend_part, part_gradients
 from models.sharding import spec
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, time_cases
 from training.sharding import compiler_options, make_mesh
@@ -57,7 +55,6 @@ def cases(shape: Shape) -> Iterator[Case]:
     ways: dict[str, Callable[..., jax.Array]] = {
         "one device": causal_attention,
         "ring": functools.partial(_by_ring, parts),
-        "all-gather": functools.partial(gathered, parts),
     }
     if shape.g % parts == 0:
         ways["all-to-all"] = by_heads
@@ -128,111 +125,6 @@ def by_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
     rows = spec(ROWS)
     return jax.shard_map(of_device, in_specs=(rows, rows, rows), out_specs=rows, check_vma=False)(q, k, v)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered(parts: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns attention, for which each device gathers all keys and values."""
-    return _gathered_fwd(parts, q, k, v)[0]
-
-
-def _gathered_fwd(parts: int, q, k, v):
-    def forward(device, q, k, v):
-        q, k, v = device.to_chunks(q), _all(k), _all(v)
-        branches = [functools.partial(_attend, parts, i) for i in range(parts)]
-        out, lse = jax.lax.switch(device.device, branches, _row(q), k, v)
-        return device.to_row(out), out, lse
-
-    row, out, lse = _on_devices(parts, forward, 3, (ROWS, ROWS, ROWS[:3]))(q, k, v)
-    return row, (q, k, v, out, lse)
-
-
-def _gathered_bwd(parts: int, residuals, dout):
-    def backward(device, q, k, v, out, lse, dout):
-        dtypes = q.dtype, k.dtype, v.dtype
-        q, dout = (_row(device.to_chunks(x)) for x in (q, dout))
-        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-        branches = [functools.partial(_gradients, parts, i) for i in range(parts)]
-        dq, dk, dv = jax.lax.switch(
-            device.device, branches, q, _all(k), _all(v), Results(out, lse, dout, delta)
-        )
-        dk, dv = (jax.lax.psum_scatter(x, "context", scatter_dimension=1, tiled=True) for x in (dk, dv))
-        dq = device.to_row(dq.astype(dtypes[0]))
-        return dq, dk.astype(dtypes[1]), dv.astype(dtypes[2])
-
-    return _on_devices(parts, backward, 6, (ROWS, ROWS, ROWS))(*residuals, dout)
-
-
-gathered.defvjp(_gathered_fwd, _gathered_bwd)
-
-
-def _on_devices(parts: int, run: Callable[..., Any], arguments: int, results: Sequence[Any]):
-    def of_device(*shards):
-        return run(ring.Ring(parts, jax.lax.axis_index("context")), *shards)
-
-    given = [spec(ROWS[: 3 if i == 4 else 4]) for i in range(arguments)]
-    out = tuple(spec(axes) for axes in results)
-    return jax.shard_map(of_device, in_specs=tuple(given), out_specs=out, check_vma=False)
-
-
-def _all(x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, "context", axis=1, tiled=True)
-
-
-def _row(chunks: jax.Array) -> jax.Array:
-    return chunks.reshape(1, -1, *chunks.shape[2:])
-
-
-def _seen(parts: int, device: int, chunk: int) -> list[tuple[slice, slice]]:
-    """Returns the queries of a device's two chunks, with the other devices' keys that all of them see."""
-    last = 2 * parts - 1 - device
-    pairs = [
-        (slice(0, 2 * chunk), slice(0, device * chunk)),
-        (slice(chunk, 2 * chunk), slice((device + 1) * chunk, last * chunk)),
-    ]
-    return [(queries, keys) for queries, keys in pairs if keys.stop > keys.start]
-
-
-def _own(parts: int, device: int, chunk: int) -> list[slice]:
-    """Returns the places of a device's two chunks."""
-    return [slice(i * chunk, (i + 1) * chunk) for i in (device, 2 * parts - 1 - device)]
-
-
-def _at(places: list[slice], *arrays: jax.Array) -> list[jax.Array]:
-    return [jnp.concatenate([x[:, place] for place in places], axis=1) for x in arrays]
-
-
-def _attend(parts: int, device: int, q, k, v):
-    """Returns the attention of a device's chunks and its logarithms of sums of exp(scores)."""
-    chunk = q.shape[1] // 2
-    own_k, own_v = _at(_own(parts, device, chunk), k, v)
-    out, lse = attend_part(q, own_k, own_v, None, is_causal=True)
-    for queries, keys in _seen(parts, device, chunk):
-        more, more_lse = attend_part(q[:, queries], k[:, keys], v[:, keys], None)
-        before = ((0, 0), (queries.start, 0), (0, 0))
-        more, more_lse = jnp.pad(more, (*before, (0, 0))), jnp.pad(more_lse, before, constant_values=-jnp.inf)
-        joined = jnp.logaddexp(lse, more_lse)
-        out = out * jnp.exp(lse - joined)[..., None] + more * jnp.exp(more_lse - joined)[..., None]
-        lse = joined
-    return out.astype(q.dtype), lse
-
-
-def _gradients(parts: int, device: int, q, k, v, results: Results):
-    """Returns the gradients of a device's queries, and its part of those of all keys and values."""
-    chunk = q.shape[1] // 2
-    places = _own(parts, device, chunk)
-    own_k, own_v = _at(places, k, v)
-    dq, *dkv_own = part_gradients(q, own_k, own_v, None, results, is_causal=True)
-    dkv = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
-    for i, place in enumerate(places):
-        part = slice(i * chunk, (i + 1) * chunk)
-        dkv = [whole.at[:, place].set(d[:, part]) for whole, d in zip(dkv, dkv_own, strict=True)]
-    for queries, keys in _seen(parts, device, chunk):
-        rows = jax.tree.map(lambda x, s=queries: x[:, s], results)
-        dq_more, *more = part_gradients(q[:, queries], k[:, keys], v[:, keys], None, rows)
-        dq = dq.at[:, queries].add(dq_more)
-        dkv = [whole.at[:, keys].add(d) for whole, d in zip(dkv, more, strict=True)]
-    return dq, *dkv
 
 
 if __name__ == "__main__":

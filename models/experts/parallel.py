@@ -303,8 +303,25 @@ travel_packed.defvjp(_travel_packed_fwd, _travel_packed_bwd)
 
 def _ragged(shape: Shape, length: int, x: jax.Array, sent: Runs, received: Runs) -> jax.Array:
     nothing = jnp.zeros((length, x.shape[1]), x.dtype)
-    offsets = sent.sent.reshape(-1), sent.sizes.reshape(-1), sent.placed.reshape(-1)
-    return lax.ragged_all_to_all(x, nothing, *offsets, received.sizes.reshape(-1), axis_name=AXES)
+    pieces = max(1, _PIECES // sent.sizes.size) if jax.process_count() == 1 else 1
+    sizes, begins = cut(sent.sizes, pieces)
+    there, placed = ((first[..., None] + begins).reshape(-1) for first in (sent.sent, sent.placed))
+    arriving = cut(received.sizes, pieces)[0].reshape(-1)
+    return lax.ragged_all_to_all(x, nothing, there, sizes.reshape(-1), placed, arriving, axis_name=AXES)
+
+
+_PIECES = 1024
+"""Pieces in which a device's rows travel within a process, where XLA copies each by few threads: 32,768 rows
+of 512 on two H200 take 4.4 ms there and back in their 16 runs, 0.7 in 1,024 pieces, 0.9 in 256 or 4,096
+(https://github.com/openxla/xla/issues/33386). Between processes a run is one message."""
+
+
+def cut(sizes: Int32[Array, "*n"], pieces: int) -> tuple[Int32[Array, "*n p"], Int32[Array, "*n p"]]:
+    """Returns the sizes of so many pieces of each run, the last of which may be empty, and their begins."""
+    step, sizes = jnp.expand_dims(-(-sizes // pieces), -1), jnp.expand_dims(sizes, -1)
+    piece = lax.broadcasted_iota(jnp.int32, (*sizes.shape[:-1], pieces), sizes.ndim - 1)
+    begins = jnp.minimum(step * piece, sizes)
+    return jnp.minimum(step, sizes - begins), begins
 
 
 def _padded(shape: Shape, length: int, x: jax.Array, sent: Runs, received: Runs) -> jax.Array:

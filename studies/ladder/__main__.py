@@ -12,6 +12,7 @@ that is not expected to end in time; runs of a size that none has timed yet may 
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -57,7 +58,8 @@ def run(
       eval_data: prefix of the dataset to evaluate on; default, likewise.
       vocab_size: vocabulary of the models. Default: that of DATA.tokenizer.json, or else the study's, 16,384.
       minutes: time limit; default, none.
-      workers: processes that share the cells, each on its own GPU of CUDA_VISIBLE_DEVICES, or of all.
+      workers: processes that share the cells, on the GPUs of CUDA_VISIBLE_DEVICES in turn, or one each.
+        Two on an H200 train twice as many runs of 60m as one.
       commit: commit for the record; default, the checkout's.
       cells: pattern of the names of the cells to train, such as "wgrad.floor.*".
       seeds: number of seeds of each cell, or the seeds themselves, as 8-15; default, the study's, or four.
@@ -128,11 +130,13 @@ def _seeds(text: str) -> int | range:
 
 
 def _run_workers(count: int) -> int:
-    """Starts this command once for each GPU; returns the highest exit status. SIGTERM ends all of them."""
+    """Starts this command so often, on one GPU after another; returns the highest exit status.
+
+    SIGTERM ends all of them.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(count)]
-    if len(devices) < count:
-        raise ValueError(f"--workers {count} needs as many GPUs, and CUDA_VISIBLE_DEVICES is {visible}")
+    share = f"{0.9 / -(-count // len(devices)):.2f}"
     command = [sys.executable, "-m", "studies.ladder", *sys.argv[1:], "--workers", "1"]
     processes, ended = list[subprocess.Popen](), list[int]()
 
@@ -142,8 +146,9 @@ def _run_workers(count: int) -> int:
             process.send_signal(signum)
 
     signal.signal(signal.SIGTERM, end)
-    for device in devices[:count]:
-        processes.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": device}))
+    for device in itertools.islice(itertools.cycle(devices), count):
+        chosen = {"CUDA_VISIBLE_DEVICES": device, "XLA_PYTHON_CLIENT_MEM_FRACTION": share}
+        processes.append(subprocess.Popen(command, env=os.environ | chosen))
     if ended:  # while they were started
         end(ended[0], None)
     return max(128 - status if status < 0 else status for status in [p.wait() for p in processes])

@@ -146,6 +146,8 @@ _FRESH = {
     "-states": {"moments": "bfloat16", "master": "bfloat16"},
     **{f"-muon-lr{rate}": {"optimizer": "muon", "lr": float(rate)} for rate in MUON_RATES},
 }
+LENGTHS: Mapping[str, int] = types.MappingProxyType({"length-60m": 1, "length-60m-x2": 2, "length-60m-x4": 4})
+"""Protocols that differ from `tuned-60m` in steps, on data without repetition; see plans/length.md."""
 
 
 def _protocols() -> dict[str, Protocol]:
@@ -166,6 +168,8 @@ def _protocols() -> dict[str, Protocol]:
     for name, changes in _HARD.items():
         found[f"tuned-60m-{name}"] = dataclasses.replace(tuned, **changes)
     found["tuned-60m-4epochs"] = dataclasses.replace(tuned, steps=4 * tuned.steps)
+    for name, multiple in LENGTHS.items():
+        found[name] = dataclasses.replace(tuned, steps=multiple * tuned.steps)
     for name, changes in _FRESH.items():
         found[f"{FRESH}{name}"] = dataclasses.replace(tuned, **changes)
     found["moe-100m"] = tuned  # not tuned again: the products of a token are those of 60m

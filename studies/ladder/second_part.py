@@ -1,13 +1,13 @@
-"""The tables of the study's second part, whose tests and predictions are in plans/mechanism.md."""
+"""The tables of the study's second part, whose tests and predictions are in plans/."""
 
 import statistics
 from collections.abc import Sequence
 
 from mxjax.runtime.tables import table
-from studies.ladder.cells import FRESH
+from studies.ladder.cells import FRESH, LENGTHS
 from studies.ladder.claims import Cells, Claim, by_seed, table_of_tests
 from studies.ladder.kinds import ARRANGED, LOCAL
-from studies.ladder.studies import FIRST
+from studies.ladder.studies import FIRST, SEEDS
 from studies.ladder.tables import number
 
 _NAMES = {"wgrad": "none", "wgrad_hadamard": "H16", "wgrad_fixed": "fixed", "wgrad_rht": "redrawn"}
@@ -82,6 +82,31 @@ def mechanism_even(cells: Cells) -> str:
 def local(cells: Cells) -> str:
     """Returns the tests of rotations that gather what neighbouring tokens share, against H16."""
     return _parts(cells, [("Against H16", LOCALS, ())])
+
+
+def length(cells: Cells) -> str:
+    """Returns what more tokens change: the two tests, and each difference at every length."""
+    short, *_, long = LENGTHS
+    after, before = ((f"wgrad.floor.60m.{at}", f"wgrad_hadamard.floor.60m.{at}") for at in (long, short))
+    tests = [
+        Claim("gain of H16 at four times the tokens", *after),
+        Claim("gain of H16, four times the tokens minus once", *after, before),
+    ]
+    seen = [
+        Claim(f"{text} minus {other}", f"{kind}.floor", base).at(protocol)
+        for kind, text, other, base in (
+            ("wgrad", "none", "fp8", "fp8.own"),
+            ("wgrad_hadamard", "H16", "fp8", "fp8.own"),
+            ("wgrad_hadamard", "H16", "none", "wgrad.floor"),
+            ("fprop_dgrad", "Fprop and Dgrad", "fp8", "fp8.own"),
+            ("wgrad_rht", "redrawn signs", "none", "wgrad.floor"),
+            ("wgrad_sr", "stochastic rounding", "none", "wgrad.floor"),
+        )
+        for protocol in LENGTHS
+    ]
+    if not any(by_seed(cells, claim) for claim in seen):
+        return f"Not run yet: seeds from {FIRST + SEEDS}."
+    return f"Tokens without repetition:\n\n{table_of_tests(cells, tests, seen)}"
 
 
 def generators(cells: Cells) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mxjax.recipes import policies
 from mxjax.recipes.ladder import ladder
 from mxjax.recipes.whole_runs import RECIPES
-from studies.ladder.cells import FRESH, MULTIPLES, MUON_RATES, UNIFORM, WGRAD_ONLY, Cell
+from studies.ladder.cells import FRESH, LENGTHS, MULTIPLES, MUON_RATES, UNIFORM, WGRAD_ONLY, Cell
 from studies.ladder.kinds import ARRANGED, BESIDE, LOCAL, WGRAD_KINDS
 
 LADDER = (
@@ -129,6 +129,16 @@ def _generators() -> list[Cell]:
     return cells
 
 
+def _lengths() -> list[Cell]:
+    """Returns policies at each length, the telling ones first; see plans/length.md."""
+    return [
+        Cell(policy, "" if policy in _WITHOUT_MXFP4 else "floor", "60m", protocol, 6, FIRST + SEEDS)
+        for policies in (("fp8", "wgrad", "wgrad_hadamard"), ("fprop_dgrad", "wgrad_rht", "wgrad_sr"))
+        for protocol in reversed([*LENGTHS])
+        for policy in policies
+    ]
+
+
 def _states() -> list[Cell]:
     """Returns cells whose moments, and then also parameters, are kept in bfloat16 beside float32."""
     policies = ("bf16", "wgrad_hadamard")
@@ -208,6 +218,7 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "mechanism": tuple(_fresh([*_mechanism()[:6], "fp8", *_mechanism()[6:]])),
         "mechanism-even": tuple(_fresh(_mechanism(), "even")),
         "mechanism-others": tuple(_fresh(BESIDE)),
+        "length-60m": tuple(_lengths()),
         "local-60m": tuple(_fresh(LOCAL)),
         "generators-60m": tuple(_generators()),
         "rates-60m": tuple(

@@ -260,12 +260,13 @@ def test_a_part_of_a_study_is_chosen(tmp_path, monkeypatch):
         program.run("ladder-60m", cells="nvfp4.*", **options)
 
 
-def test_workers_take_the_visible_devices(monkeypatch):
+def test_workers_take_the_visible_devices_in_turn(monkeypatch):
     started = []
 
     class Process:
         def __init__(self, command, env):
-            started.append((command[3:], env["CUDA_VISIBLE_DEVICES"]))
+            share = env["XLA_PYTHON_CLIENT_MEM_FRACTION"]
+            started.append((command[3:], env["CUDA_VISIBLE_DEVICES"], share))
 
         def wait(self):
             return -15
@@ -274,10 +275,11 @@ def test_workers_take_the_visible_devices(monkeypatch):
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     monkeypatch.setattr(program.sys, "argv", ["study", "run", "grid-60m", "--workers=2"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert program._run_workers(2) == 143
-    assert started == [(["run", "grid-60m", "--workers=2", "--workers", "1"], gpu) for gpu in ("4", "5")]
-    with pytest.raises(ValueError, match="needs as many GPUs, and CUDA_VISIBLE_DEVICES is 4,5"):
-        program._run_workers(3)
+    command = ["run", "grid-60m", "--workers=2", "--workers", "1"]
+    for count, gpus, share in ((2, "45", "0.90"), (3, "454", "0.45")):
+        started.clear()
+        assert program._run_workers(count) == 143
+        assert started == [(command, gpu, share) for gpu in gpus]
 
 
 def test_validation_data_too_short_for_a_cell_leaves_nothing(settings, tmp_path):

@@ -26,6 +26,16 @@ from training.sharding import check_batch, check_shards, parse_mesh
 EXPERTS, ACTIVE, TOKENS = 8, 2, 96
 
 
+@pytest.mark.parametrize("pieces", [1, 4, 64])
+def test_pieces_of_runs_are_the_runs(pieces):
+    runs = np.array([[0, 1, 7], [64, 65, 1000]], np.int32)
+    sizes, begins = jax.device_get(expert_parallel.cut(jnp.asarray(runs), pieces))
+    for at, run in np.ndenumerate(runs):
+        rows = [np.arange(begin, begin + size) for size, begin in zip(sizes[at], begins[at], strict=True)]
+        np.testing.assert_array_equal(np.concatenate(rows), np.arange(run))
+        assert sizes[at].max() == -(-run // pieces)
+
+
 @pytest.mark.parametrize("text", ["expert=4,data=2", "data=2,expert=2,fsdp=2", "expert=2,fsdp=2,tensor=2"])
 @pytest.mark.parametrize("chosen", [8, 2, 1])
 def test_rows_arrive_in_the_order_of_one_device(text, chosen):
