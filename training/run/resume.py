@@ -8,6 +8,7 @@ the same tokenizer.
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,7 +130,14 @@ def _branches(config: Config) -> bool:
 
 def _difference(begun: Any, asked: Any) -> str:
     """Returns how two values differ; a text of a policy leaves out, for example, the seed of its signs."""
-    text = repr if str(begun) == str(asked) else str
+
+    def text(value: Any) -> str:
+        if value in (None, ()):
+            return "the default"
+        if isinstance(value, tuple):
+            return shlex.join(map(str, value))
+        return repr(value) if str(begun) == str(asked) else str(value)
+
     return f"the run has {text(begun)}, the command line {text(asked)}"
 
 
