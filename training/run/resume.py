@@ -130,15 +130,10 @@ def _branches(config: Config) -> bool:
 
 def _difference(begun: Any, asked: Any) -> str:
     """Returns how two values differ; a text of a policy leaves out, for example, the seed of its signs."""
-
-    def text(value: Any) -> str:
-        if value in (None, ()):
-            return "the default"
-        if isinstance(value, tuple):
-            return shlex.join(map(str, value))
-        return repr(value) if str(begun) == str(asked) else str(value)
-
-    return f"the run has {text(begun)}, the command line {text(asked)}"
+    given = [shlex.join(map(str, v)) if isinstance(v, tuple) and v else v for v in (begun, asked)]
+    text = repr if str(begun) == str(asked) else str
+    said = ["the default" if v in (None, ()) else text(v) for v in given]
+    return f"the run has {said[0]}, the command line {said[1]}"
 
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:

@@ -65,7 +65,7 @@ from training.run.resume import (
     read_run_to_resume,
 )
 from training.run.tokens import (
-    check_tokenizer_of,
+    check_same_tokens,
     check_tokens_of,
     checksum_of_data,
     how_to_tokenize,
@@ -92,8 +92,12 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_tensorboard()
     if config.observe.wandb:
         check_wandb()
-    if (origin := source or config.init) is not None:
-        check_tokens(config.data, origin, begins=begun is None)
+    prefixes = parse_blend(config.data.data)[0] if is_indexed(config.data.data) else config.data.data
+    if (origin := source or config.init) is not None and begun is None:
+        for prefix in prefixes:
+            check_tokens_of(origin, "--data", prefix)
+    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
+    check_same_tokens(tokenizer, (*prefixes, *config.data.eval_paths.values()))
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
@@ -102,8 +106,6 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
     check_phases(mesh.shape, model, phases)
-    held_out = config.data.eval_paths.values()
-    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data, held_out)
     plan = Plan(
         config,
         mesh,
@@ -183,19 +185,6 @@ def check_apart(data: DataConfig, folder: pathlib.Path) -> None:
                 f"--out {folder} lies in {flag} {name}, so that the run would read what it writes; name a "
                 "folder elsewhere with --out"
             )
-
-
-def check_tokens(data: DataConfig, origin: pathlib.Path, *, begins: bool) -> None:
-    """Raises ValueError if data has other tokens than those that the weights of `origin` have learned.
-
-    Of a run that has begun --eval-data may change; --data is compared as a whole.
-    """
-    if begins and data.data:
-        check_tokens_of(origin, "--data", data.data[-1])
-        for prefix in parse_blend(data.data)[0]:
-            check_tokenizer_of(origin, "--data", prefix)
-    for path in data.eval_paths.values():
-        check_tokenizer_of(origin, "--eval-data", path)
 
 
 def check_folder(resume: bool, folder: pathlib.Path) -> None:
