@@ -208,7 +208,7 @@ def test_a_baseline_may_be_named_by_its_policy(tmp_path):
 def test_runs_of_different_lengths_are_told(tmp_path):
     folders = [make_run(tmp_path / str(step), {step: 3.0}, ["--steps", str(step)]) for step in (20, 40)]
     (warning,) = compare(CompareConfig(tuple(folders), json=True))["warnings"]
-    assert "the runs' last evaluations are after " in warning
+    assert "the runs' last evaluations are after 40,960 to 81,920 tokens: a shorter run" in warning
     assert compare(CompareConfig((folders[0],), json=True))["warnings"] == []
 
 
@@ -336,6 +336,16 @@ def test_curves_can_be_drawn(tmp_path):
     compare(CompareConfig(folders, mlperf=True, plot=files))
     assert "</svg>" in files[0].read_text()
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_gradient_norms_of_a_short_run_are_of_ten_steps(tmp_path):
+    """The last 5 % of 20 steps is one step, which may be a spike."""
+    folder = make_run(tmp_path / "run", {20: 3.0}, ["--steps", "20"])
+    with (folder / "metrics.jsonl").open("a") as file:
+        norms = [7.0] * 10 + [0.5] * 9 + [80.0]
+        file.writelines(json.dumps({"step": n, "grad_norm": x}) + "\n" for n, x in enumerate(norms, 1))
+    [found] = compare(CompareConfig((folder,)))["health"]
+    assert (found["grad_norm"], found["largest_grad_norm"]) == (0.5, 80.0)
 
 
 def test_gradient_norms_spikes_sqnr_and_sets_are_compared(tmp_path, capsys):

@@ -26,7 +26,7 @@ def test_a_rule_takes_a_policy_as_well_as_a_name():
 
 
 @pytest.mark.parametrize(
-    "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":99"]
+    "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":4", "-4:"]
 )
 def test_brackets_take_numbered_layers_as_lists_do(index):
     found = matching(NAMES, f"blocks[{index}].*")
@@ -34,6 +34,12 @@ def test_brackets_take_numbered_layers_as_lists_do(index):
     expected = [f"blocks.{i}." for i in (chosen if isinstance(chosen, list) else [chosen])]
     assert sorted({name.removesuffix("up").removesuffix("down") for name in found}) == expected
     assert len(found) == 2 * len(expected)
+
+
+@pytest.mark.parametrize("pattern", ["blocks[:9].*", "blocks[-5:].*", "blocks[1:5].up"])
+def test_a_slice_beyond_the_layers_is_of_a_deeper_model(pattern):
+    with pytest.raises(ValueError, match="of blocks there are 4"):
+        matching(NAMES, pattern)
 
 
 def test_brackets_count_blocks_by_number_not_by_letter():

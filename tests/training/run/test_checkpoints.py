@@ -209,6 +209,20 @@ def test_without_a_good_checkpoint_nothing_is_touched(tmp_path, state):
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 
 
+def test_weights_are_read_where_moments_alone_are_damaged(tmp_path, state):
+    save(tmp_path, state, 1)
+    flip(max((tmp_path / "1" / "rest").rglob("d/*"), key=lambda path: path.stat().st_size))
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore_params(state.params)
+        for read in (
+            lambda: checkpoints.restore(state, 1),
+            lambda: checkpoints.restore_params(state.params, weights="ema"),
+        ):
+            with pytest.raises(ValueError, match=r"1 is damaged \(rest/"):
+                read()
+    jax.tree.map(np.testing.assert_array_equal, found, state.params)
+
+
 def test_reading_a_damaged_checkpoint_names_the_others(tmp_path, state):
     save(tmp_path, state, 1, 2)
     flip(tmp_path / "2" / "params" / "_METADATA")

@@ -80,6 +80,15 @@ def test_another_field(tmp_path):
     assert found(tmp_path / "a.jsonl") == [(1, "malformed line", "no string called 'text'")]
 
 
+def test_a_list_of_documents_is_told_how_to_be_read(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    [(_, kind, why)] = found(tmp_path / "a.json")
+    assert (kind, why.partition("; ")[2]) == (
+        "malformed line",
+        "a list is no document, write each on a line",
+    )
+
+
 @pytest.mark.parametrize(("suffix", "name"), [("gz", "gzip"), ("zst", "zstd")])
 def test_a_truncated_stream_gives_the_lines_before(tmp_path, suffix, name):
     lines = [line(f"document {i} {'x' * (i * 7919 % 997)}") for i in range(400)]

@@ -229,6 +229,14 @@ def command(folder, prefix, *flags):
     return [sys.executable, "-m", "training.tokenize", "--input", pattern, "--output", str(prefix), *flags]
 
 
+@pytest.mark.parametrize(
+    ("documents", "tokens", "said"), [(1, 1, "1 document, 1 token"), (0, 2000, "0 documents, 2,000 tokens")]
+)
+def test_the_summary_counts_in_words(documents, tokens, said):
+    counts = {"documents": documents, "tokens": tokens, "left_out": {}, "spelled": {}}
+    assert summary("p", counts) == f"p: {said}"
+
+
 @pytest.mark.slow
 def test_the_command_line_gives_the_same_with_any_number_of_processes(corpus, tmp_path):
     folder, texts = corpus
