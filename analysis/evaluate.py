@@ -31,7 +31,7 @@ from training.files import make_absolute
 from training.flags.ranges import COUNT, check_ranges
 from training.process.start import program_name
 from training.run.resume import changed_data
-from training.run.tokens import check_tokenizer_of, check_tokens_of, how_to_tokenize, own_tokenizer
+from training.run.tokens import check_tokens_of, how_to_tokenize, own_tokenizer
 from training.step import evaluate, make_eval_step
 
 Batch = Int[np.ndarray, "batch length"]
@@ -128,7 +128,6 @@ def read_tokens(
     paths = parse_eval_data(arguments.eval_data) if arguments.data is None else {"": arguments.data}
     for path in paths.values():
         check_tokens_of(arguments.run, flag, path)
-        check_tokenizer_of(arguments.run, flag, path)
     if paths:
         seq_len = config.data.seq_len
         tokens = {name: load_held_out(path, vocab_size, whole, seq_len) for name, path in paths.items()}

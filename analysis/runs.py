@@ -129,10 +129,10 @@ class RecordedRun:
         values = [value for value in values if math.isfinite(value)]
         return statistics.median(values) if values else None
 
-    def last_values(self, name: str, at: int | None = None) -> Sequence[float]:
-        """Returns a number at the last LAST of the steps up to `at` tokens, at least one if there are any."""
+    def last_values(self, name: str, at: int | None = None, fewest: int = 1) -> Sequence[float]:
+        """Returns a number at the last LAST of the steps up to `at` tokens, or at the last `fewest` steps."""
         values = [value for x, value in sorted(self.curve(name).items()) if at is None or x <= at]
-        return values[-max(1, round(LAST * len(values))) :]
+        return values[-max(fewest, round(LAST * len(values))) :]
 
     def last_mean(self, name: str, at: int | None = None) -> float | None:
         """Returns the mean of `last_values`; None without any."""

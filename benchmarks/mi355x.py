@@ -140,12 +140,6 @@ def pass_bytes(tensor: shapes.TensorShape, kind: str, fp8_reads: int = 2) -> flo
     return each[kind] * tensor.rows * tensor.columns
 
 
-def gemm_name(shape: shapes.GemmShape) -> str:
-    """Returns the name of a GEMM's build."""
-    dtype = "float32" if shape.name.endswith("wgrad") else "bfloat16"
-    return f"gemm_1x{shape.m}x{shape.n}x{shape.k}_{dtype}"
-
-
 def quantizer_name(tensor: shapes.TensorShape, policy: str) -> str:
     """Returns the name of the build that quantizes a tensor along rows and columns for its two GEMMs."""
     p, which = mxjax.get_policy(policy), tensor.name.split(".")[-1]
@@ -260,29 +254,11 @@ def attention_table(attention: Builds, builds: Builds) -> str:
     return table("attention by | ms | step, ms", rows)
 
 
-def kernels_table(builds: Iterable[Build]) -> str:
-    """Returns the resources of the kernels, the most of all builds with a tile."""
-    groups: dict[tuple[str, str], list[Build]] = {}
-    for build in builds:
-        kind = re.sub(r"_\d.*", "", build["name"]).replace("gemm", "FP4 GEMM").replace("_", ", ", 1)
-        tile = "x".join(str(v) for k, v in build["constants"].items() if k.startswith("BLOCK"))
-        groups.setdefault((kind, f"{tile} x {build['warps']}"), []).append(build)
-    rows = []
-    for key, group in groups.items():
-        found = [b["resources"] for b in group]
-        spills = max(r["vgpr_spills"] + r["sgpr_spills"] + r["scratch_bytes"] for r in found)
-        shared = f"{max(b['shared_bytes'] for b in group) / 1024:.0f}"
-        rows.append([*key, max(r["vgprs"] for r in found), spills, shared])
-    return table("kernel | tile x waves | VGPRs | spills | LDS, KiB", rows)
-
-
 def tables() -> dict[str, str]:
     """Returns the tables by name, which is also that of their markers in the page."""
     builds, attention = load("builds"), load("attention")
     named = {"steps": steps_table(builds), "gains": gains_table(builds)}
-    named["mlperf"] = mlperf_table(builds)
-    named["attention"] = attention_table(attention, builds)
-    return named | {"kernels": kernels_table([*builds.values(), *attention.values()])}
+    return named | {"mlperf": mlperf_table(builds), "attention": attention_table(attention, builds)}
 
 
 def load(name: str) -> dict[str, Build]:
@@ -294,8 +270,7 @@ def store(folder: pathlib.Path) -> None:
     """Writes docs/results/gfx950-*.json from the folder that `mxjax.kernels.cases` wrote."""
     records = {p.stem: json.loads(p.read_text()) for p in sorted((folder / "gfx950").glob("*.json"))}
     sizes = shapes.TOKENS
-    names = [gemm_name(shape) for tokens in sizes for shape in shapes.gemms(tokens)]
-    names += [quantizer_name(t, p) for p in POLICIES[2:] for n in sizes for t in shapes.tensors(n)]
+    names = [quantizer_name(t, p) for p in POLICIES[2:] for n in sizes for t in shapes.tensors(n)]
     attention = [name for name in records if re.match(rf"attention_.*x{SEQUENCE}x", name)]
     for file, chosen in (("builds", names), ("attention", attention)):
         text = ",\n".join(json.dumps(summarize(records[name])) for name in dict.fromkeys(chosen))
@@ -304,7 +279,7 @@ def store(folder: pathlib.Path) -> None:
 
 def summarize(record: Build) -> Build:
     """Returns the numbers that the model takes from a record of `mxjax.kernels.cases`."""
-    kept = {name: record[name] for name in ("name", "constants", "warps", "shared_bytes", "resources")}
+    kept = {name: record[name] for name in ("name", "constants", "warps")}
     if record["name"].startswith("attention"):
         return kept | {"main_loop": record["main_loop"]["opcodes"]}
     return kept | {"kernel": record["whole_kernel"]["classes"]}

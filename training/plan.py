@@ -23,7 +23,7 @@ class Plan(NamedTuple):
     Attributes:
       corpus: the training data.
       held_out: the evaluation sets; the first decides the best checkpoint and whether the target is reached.
-      imported: the folder of the checkpoint that the run was imported from.
+      imported: the folder of the Hugging Face checkpoint with whose weights the run began; None for others.
       tokenizer: a checksum of the tokenizer of the data, see `training.run.tokens`; None for text.
       documents: the documents that attention keeps apart; None without a mask.
       policy_files: size and CRC32 of each file that policies came from, by its path, as the run began.

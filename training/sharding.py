@@ -287,9 +287,10 @@ def check_shards(sizes: Mapping[str, int], config: DecoderConfig, policies: Laye
             most = max(n for n in fewer if size % (n * unit) == 0 or n == 1)
             whole = f", whole runs of {unit} (a block, rotation or key/value head)" if unit > 1 else ""
             instead = f"reduce {axis}, to {most} at most," if most > 1 else f"leave {axis} out"
+            others = "data=N" if config.experts is None or name == "experts" else "expert=N or data=N"
             raise ValueError(
                 f"--mesh {axis}={parts} cannot split {parameter}'s axis {name!r} of {size} into equal "
-                f"parts{whole}; {instead} and let data=N take the other devices"
+                f"parts{whole}; {instead} and let {others} take the other devices"
             )
 
 

@@ -82,9 +82,10 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     compared = [group for group in groups if group not in lengths]
     means: dict[str, Losses] = {group.name: group.curve("validation") for group in groups}
     references = {c.name: dict(c.losses) for c in mlperf.PUBLISHED_CURVES} if published else {}
+    unit = "sequences" if published else "tokens"
     result = {
         "target": target,
-        "unit": "sequences" if published else "tokens",
+        "unit": unit,
         "curves": {run.name: dict(run.validation) for run in runs} | references,
         "reached": {} if target is None else {name: first_at(of, target) for name, of in means.items()},
         "reached_by_run": {} if target is None else {r.name: first_at(r.validation, target) for r in runs},
@@ -93,10 +94,10 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
         "lengths": [group.name for group in lengths],
         "health": health_of(compared),
         "settings": differing_settings(groups),
-        "warnings": list(_warnings(runs, compared)),
+        "warnings": list(_warnings(runs, compared, unit)),
     }
     for path in arguments.plot:
-        plot(groups, references, target, result["unit"], path)
+        plot(groups, references, target, unit, path)
     if not arguments.json:
         with output_errors():
             lines = [*_in_words(result, groups, base, means | references)]
@@ -131,16 +132,16 @@ def _published_runs() -> list[str]:
     ]
 
 
-def _warnings(runs: Sequence[RecordedRun], compared: Sequence[Group]) -> Iterator[str]:
+def _warnings(runs: Sequence[RecordedRun], compared: Sequence[Group], unit: str) -> Iterator[str]:
     """Yields why losses of the runs may not be comparable."""
     if len({run.held_out for run in runs}) > 1:
         yield "the runs are evaluated on different tokens: see --data, --eval-data, --eval-batches"
     ends = {max(run.validation) for group in compared for run in group.runs}
     if len(ends) > 1:
         yield (
-            f"the runs' last evaluations are after {min(ends):,} to {max(ends):,}: a shorter run, or one "
-            "that has not ended, is compared by its own last loss; with rates that decay, a longer one is "
-            "higher while it trains"
+            f"the runs' last evaluations are after {min(ends):,} to {max(ends):,} {unit}: a shorter run, "
+            "or one that has not ended, is compared by its own last loss; with rates that decay, a longer "
+            "one is higher while it trains"
         )
 
 

@@ -11,18 +11,23 @@ from analysis.records import decibels, kinds_of, mean_sqnr
 from analysis.runs import LAST
 from training.log.display import text_table
 
+FEWEST = 10
+"""Steps whose gradient norms make a median; it says little of fewer."""
+
 
 def health_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns gradient norms, spikes, SQNR and evaluations of each group; None for a number that no run has.
 
-    "grad_norm" is the median over the last LAST of the steps, "largest_grad_norm" the largest of all, both
-    without those that are not finite. "spikes" are the steps of each run (`training.log.spikes`). "sqnr_db"
-    has the mean decibels of each GEMM over layers and runs at their last measurement, "sqnr_db_by_kind" those
-    of each kind of layer, and "eval_sets" the last loss and bits per byte of each set, in means over runs.
+    "grad_norm" is the median over the last LAST of the steps, at least FEWEST, "largest_grad_norm" the
+    largest of all, both without those that are not finite. "spikes" are the steps of each run
+    (`training.log.spikes`). "sqnr_db" has the mean decibels of each GEMM over layers and runs at their last
+    measurement, "sqnr_db_by_kind" those of each kind of layer, and "eval_sets" the last loss and bits per
+    byte of each set, in means over runs.
     """
     found = []
     for group in groups:
-        ends = [norm for run in group.runs for norm in run.last_values("grad_norm") if math.isfinite(norm)]
+        norms = (norm for run in group.runs for norm in run.last_values("grad_norm", fewest=FEWEST))
+        ends = [*filter(math.isfinite, norms)]
         largest = [norm for run in group.runs if (norm := run.largest("grad_norm")) is not None]
         measured = [run.sqnr[max(run.sqnr)] for run in group.runs if run.sqnr]
         found.append(
@@ -72,7 +77,8 @@ def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:
         ]
         for row in found
     ]
-    header = ["", f"gradient norm, median of the last {100 * LAST:g} %", "largest", "spikes"]
+    median = f"gradient norm, median of the last {100 * LAST:g} % or {FEWEST} steps"
+    header = ["", median, "largest", "spikes"]
     lines = ["", text_table(header, rows)] if any(row["grad_norm"] is not None for row in found) else []
     sets = list(dict.fromkeys(name for row in found for name in row["eval_sets"]))
     if any(sets) or any(one[_BITS] is not None for row in found for one in row["eval_sets"].values()):

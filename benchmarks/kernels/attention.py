@@ -101,7 +101,7 @@ QUERIES = {
 
 def kernels_table() -> str:
     """Returns which kernel runs where, as `models.attention.causal` chooses, in a Markdown table."""
-    rows = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for device, (target, cuda) in DEVICES.items():
         for mask in ("none", "documents", "windows or sinks"):
             ours = "AITER or Triton" if aiter.suits(target, mask == "windows or sinks") else "Triton"
@@ -110,8 +110,9 @@ def kernels_table() -> str:
                 shapes = [jax.ShapeDtypeStruct((2, s, 32, h), dtype) for s, h, dtype in queries]
                 [kernel] = {kernel_on(target, cuda, q, mask == "none") for q in shapes}
                 cells.append(names[kernel])
-            rows.append([device, mask, *cells])
-    return table(f"device | mask or sinks | {' | '.join(QUERIES)}", rows).replace("---:", "---")
+            rows.setdefault((device, *cells), []).append(mask)
+    merged = [[device, ", ".join(masks), *cells] for (device, *cells), masks in rows.items()]
+    return table(f"device | mask or sinks | {' | '.join(QUERIES)}", merged).replace("---:", "---")
 
 
 def parse_shape(text: str) -> Shape:

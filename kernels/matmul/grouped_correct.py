@@ -92,10 +92,7 @@ def correct_experts(
         **correct.constants_of(m, n, BLOCK * blocks, tiles, has_groups)
         | {"PARTS": 1, "RUN": run, "SUMS": y.ndim == 3},
     )
-    # Never true, which XLA cannot know. Else it lets the kernel write the result of a loop around it, and
-    # forgets that it has the memory of y (its DynamicSliceFusionRewriter sets no aliasing): all but the
-    # recomputed rows are missing.
-    return jnp.where(places[0][-1] < 0, 0, corrected).astype(y.dtype)
+    return corrected.astype(y.dtype)
 
 
 @triton.jit

@@ -12,12 +12,13 @@ import triton.language as tl
 from jaxtyping import Array, BFloat16, Int32
 
 from mxjax.kernels.device.loads import load_words
+from mxjax.kernels.launch import triton_call
 from mxjax.kernels.matmul.grouped import Places
 from mxjax.kernels.matmul.grouped_kernel import place_of
 from mxjax.kernels.mesh import partitioned
 from mxjax.kernels.quantize.hopper_tile import GROUP, quantize_tile
 from mxjax.kernels.quantize.launches import HOPPER_TILE, Pair, computed_launch_of, takes_computed
-from mxjax.kernels.quantize.quantizer import elements_of, run_launch
+from mxjax.kernels.quantize.quantizer import elements_of
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import current_target
@@ -39,22 +40,30 @@ def quantize_filled(
 ) -> list[KernelOperand]:
     """Returns x in runs, packed for both uses: along its rows and along its columns."""
     rows, columns = uses
-    filler = _filler((rows.options, columns.options), places.run, places.experts.size * places.run)
-    made = filler(x, *places[:3])
+    run = _on_mesh((rows.options, columns.options), places.run, _length(places))
+    made = run(x, *places[:3])
     return [
         KernelOperand(elements_of(words, "packed"), scales)
         for words, scales in ((made[0], made[1]), (made[2], made[3]))
     ]
 
 
-@functools.cache
-def _filler(pair: Pair, run: int, length: int):
-    """Returns a function of rows and the arrays of `Places`, which a mesh does not shard."""
+def _length(places: Places) -> int:
+    return places.experts.size * places.run
 
+
+@functools.cache
+def _on_mesh(pair: Pair, run: int, length: int):
     def call(x: jax.Array, experts: Int32[Array, " runs"], starts: jax.Array, ends: jax.Array):
         launch = computed_launch_of(pair, "normed", (1, length, x.shape[1]))
-        launch = launch._replace(kernel=quantize_filled_kernel)
-        written = run_launch(launch, x, experts, starts, ends, RUN=run, GROUPS=starts.size - 1)
+        written = triton_call(
+            quantize_filled_kernel,
+            *(x, experts, starts, ends),
+            out=launch.out,
+            grid=launch.grid,
+            num_warps=launch.num_warps,
+            **launch.constants | {"RUN": run, "GROUPS": starts.size - 1},
+        )
         return [y[0] for y in written]
 
     rule = "r c, t, s, e -> m a, m b, c d, c f"

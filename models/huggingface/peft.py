@@ -21,11 +21,14 @@ from models.huggingface.quantized import names_of
 from models.lora import Adapted
 
 
-def write_adapters(folder: pathlib.Path, config: DecoderConfig, params: decoder.Params) -> None:
+def write_adapters(
+    folder: pathlib.Path, config: DecoderConfig, params: decoder.Params, base: str | None
+) -> None:
     """Writes adapter_model.safetensors, in float32, and adapter_config.json.
 
     Args:
       params: parameters with adapters, from `models.lora.attach`.
+      base: folder of the checkpoint that they adapt, from which PEFT loads it; None if unknown.
     """
     of_b = views(config, _with_b(params))
     tensors: dict[str, np.ndarray] = {}
@@ -41,14 +44,14 @@ def write_adapters(folder: pathlib.Path, config: DecoderConfig, params: decoder.
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     rank = params["blocks"]["attention"]["out"].a.shape[-1]
     modules = sorted({name.split(".")[-3] for name in tensors})
-    write_json(folder / "adapter_config.json", _configuration(rank, modules))
+    write_json(folder / "adapter_config.json", _configuration(rank, modules, base))
 
 
-def _configuration(rank: int, modules: list[str]) -> dict[str, Any]:
+def _configuration(rank: int, modules: list[str], base: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": rank,  # the factor of A B, alpha / r, is 1

@@ -177,7 +177,7 @@ def _fill(params: decoder.Params, config: DecoderConfig, reader: Reader) -> dict
     if bad:
         more = f" and {len(bad) - _SHOWN_TENSORS} more" if len(bad) > _SHOWN_TENSORS else ""
         raise ValueError(
-            f"{', '.join(bad[:_SHOWN_TENSORS])}{more} hold NaN or infinity; download the weights again"
+            f"NaN or infinity in {', '.join(bad[:_SHOWN_TENSORS])}{more}; download the weights again"
         )
     specs = unpacked(reader.specs)
     return {name: specs[name].dtype for name in named}
@@ -202,8 +202,9 @@ def check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfi
     """Raises ValueError if a tensor of a run holds NaN or infinity, unless that is allowed."""
     bad = [name for name, view in named.items() if not np.isfinite(view).all()]
     if bad and not allow_nonfinite:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise ValueError(
-            f"{len(bad)} tensors of {run} hold NaN or infinity, {bad[0]} first; "
+            f"{run} holds NaN or infinity in {bad[0]}{more}; "
             "export an earlier --step, or add --allow-nonfinite"
         )
 

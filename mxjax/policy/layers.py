@@ -85,10 +85,10 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
 
     Patterns are those of `fnmatch`, e.g. "blocks.*.mlp.*" or "head". After the name of numbered layers,
     brackets select by index or slice, as for Python lists: "blocks[:2].*" is the first two blocks,
-    "blocks[-4:].*" the last four, "blocks[-1].mlp.down" one layer.
+    "blocks[-4:].*" the last four, "blocks[-1].mlp.down" one layer. A slice must lie within the layers.
 
     Raises:
-      ValueError: no name matches.
+      ValueError: no name matches, or a slice reaches beyond the layers.
     """
     found = _found(names, pattern)
     if not found:
@@ -106,12 +106,21 @@ def _found(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def _in_slice(names: Sequence[str], stack: str, index: str, rest: str) -> list[str]:
-    """Returns the names of `stack` whose number `index` selects and whose rest the pattern `rest` matches."""
+    """Returns the names of `stack` whose number `index` selects and whose rest the pattern `rest` matches.
+
+    None are returned if a bound lies beyond them, because such a pattern was meant for a deeper model.
+    """
     bounds = [int(bound) if bound else None for bound in index.split(":")]
     if len(bounds) == 1 and bounds[0] is not None:
         bounds.append(bounds[0] + 1 or None)
-    chosen = _numbers(names, stack)[slice(*bounds)]
-    return [name for number in chosen for name in fnmatch.filter(names, f"{stack}.{number}{rest}")]
+    numbers = _numbers(names, stack)
+    if any(abs(bound) > len(numbers) for bound in bounds if bound is not None):
+        return []
+    return [
+        name
+        for number in numbers[slice(*bounds)]
+        for name in fnmatch.filter(names, f"{stack}.{number}{rest}")
+    ]
 
 
 def _numbers(names: Sequence[str], stack: str) -> list[int]:

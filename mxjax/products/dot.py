@@ -72,8 +72,9 @@ def dot(
 
     Special values: a block with NaN or infinity makes every result that it enters NaN. On the CPU, quantized
       values below 2**-126, float32's smallest normal number, count as zero, though `dequantize` keeps them.
-    Sharding: meshes with Auto and with Explicit axes give the values of one device; gradients have the
-      shardings of x and w. Under `jax.shard_map` each shard is quantized by itself: fold
+    Sharding: meshes with Auto and with Explicit axes give the values of one device. With Explicit axes
+      gradients have the shardings of x and w; with Auto axes XLA chooses them, as for `x @ w`, unless
+      `layout` names them. Under `jax.shard_map` each shard is quantized by itself: fold
       `jax.lax.axis_index` into its key.
     Raises:
       ValueError: shapes that do not match, an unknown policy or implementation, a policy that draws random

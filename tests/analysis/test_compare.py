@@ -175,10 +175,8 @@ def test_what_differs_is_said(tmp_path, capsys):
     ]
     compare(CompareConfig(tuple(folders)))
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-2:] == [
-        "  fp8: fp8 data=['fp8.txt'] lr=0.001",
-        "  wgrad: wgrad data=['wgrad.txt'] lr=0.002",
-    ]
+    got = printed[-2:]
+    assert got == ["  fp8: fp8 data=['fp8.txt'] lr=0.001", "  wgrad: wgrad data=['wgrad.txt'] lr=0.002"]
     assert "one seed each: no intervals; train more with --seed" in printed
     assert not any("detectable" in line for line in printed)
     change(folders[1], data=FACTS)
@@ -210,7 +208,7 @@ def test_a_baseline_may_be_named_by_its_policy(tmp_path):
 def test_runs_of_different_lengths_are_told(tmp_path):
     folders = [make_run(tmp_path / str(step), {step: 3.0}, ["--steps", str(step)]) for step in (20, 40)]
     (warning,) = compare(CompareConfig(tuple(folders), json=True))["warnings"]
-    assert "the runs' last evaluations are after " in warning
+    assert "the runs' last evaluations are after 40,960 to 81,920 tokens: a shorter run" in warning
     assert compare(CompareConfig((folders[0],), json=True))["warnings"] == []
 
 
@@ -251,10 +249,8 @@ def test_overfitted_runs_have_losses(tmp_path, capsys):
         make_run(tmp_path / policy, {10: 3.0, 20: 5.0}, [*flags, policy], train) for policy in ("fp8", "bf16")
     ]
     found = compare(CompareConfig(tuple(folders)))["groups"]
-    assert [[row[key] for key in ("diverged", "overfitted", "loss", "train_loss")] for row in found] == [
-        [0, 1, 5.0, 0.1],
-        [0, 1, 5.0, 0.1],
-    ]
+    got = [[row[key] for key in ("diverged", "overfitted", "loss", "train_loss")] for row in found]
+    assert got == [[0, 1, 5.0, 0.1], [0, 1, 5.0, 0.1]]
     assert "overfitted: likewise, but training ends below the lowest evaluation" in capsys.readouterr().out
     diverged = [
         make_run(tmp_path / f"d{i}", {10: 3.0, 20: 5.0}, [*flags, "wgrad", "--lr", f"{i}e-3"]) for i in (1, 2)
@@ -308,10 +304,8 @@ def test_the_command_prints_text_or_json(tmp_path, capsys, monkeypatch):
     runpy.run_path(evaluation_program.__file__, run_name="__main__")
     result = json.loads(capsys.readouterr().out)
     assert result["reached"] == {"run": 20_480, "other": 20_480}
-    assert [[group[key] for key in ("low", "p", "sd", "detectable")] for group in result["groups"]] == [
-        [None] * 4,
-        [None] * 4,
-    ]
+    found = [[group[key] for key in ("low", "p", "sd", "detectable")] for group in result["groups"]]
+    assert found == [[None] * 4, [None] * 4]
 
 
 def test_a_plot_in_a_folder_that_does_not_exist_says_how_to_make_it(tmp_path):
@@ -342,6 +336,16 @@ def test_curves_can_be_drawn(tmp_path):
     compare(CompareConfig(folders, mlperf=True, plot=files))
     assert "</svg>" in files[0].read_text()
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_gradient_norms_of_a_short_run_are_of_ten_steps(tmp_path):
+    """The last 5 % of 20 steps is one step, which may be a spike."""
+    folder = make_run(tmp_path / "run", {20: 3.0}, ["--steps", "20"])
+    with (folder / "metrics.jsonl").open("a") as file:
+        norms = [7.0] * 10 + [0.5] * 9 + [80.0]
+        file.writelines(json.dumps({"step": n, "grad_norm": x}) + "\n" for n, x in enumerate(norms, 1))
+    [found] = compare(CompareConfig((folder,)))["health"]
+    assert (found["grad_norm"], found["largest_grad_norm"]) == (0.5, 80.0)
 
 
 def test_gradient_norms_spikes_sqnr_and_sets_are_compared(tmp_path, capsys):

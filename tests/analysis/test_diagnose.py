@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from support.marks import parametrize
 
 import eval as evaluation_program
 import mxjax
@@ -63,7 +64,7 @@ def test_gradients_are_autodiffs_and_the_products_of_the_captured_tensors(passes
         assert error < 1e-5, name
 
 
-@pytest.mark.parametrize("name", ["bf16", pytest.param("wgrad_sr", marks=pytest.mark.slow)])
+@parametrize("name", "bf16", slow=["wgrad_sr"])
 def test_gradients_alone_are_those_of_a_pass(passes, name):
     params, batches, _ = passes
     policies = decoder.layer_policies(MODEL, mxjax.get_policy(name))
@@ -287,11 +288,7 @@ def test_the_command_writes_tables_json_and_plots(tmp_path, capsys, monkeypatch)
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         draw(found, tmp_path / "again")
     titles = (tmp_path / "again" / "wgrad.svg").read_text()
-    assert {path.name for path in out.iterdir()} == {
-        "diagnosis.json",
-        "gemms.svg",
-        "wgrad.svg",
-        "histograms.svg",
-    }
+    got = {path.name for path in out.iterdir()}
+    assert got == {"diagnosis.json", "gemms.svg", "wgrad.svg", "histograms.svg"}
     assert f">{tmp_path / 'run'}, step 2, policy wgrad_sr<" in titles
     assert "blocks.3.mlp.down" in printed

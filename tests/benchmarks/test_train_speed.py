@@ -19,6 +19,10 @@ from models.configs import get_config
 TINY = ["--model", "tiny", "--batch", "2", "--seq", "16", "--steps", "2", "--before", "1", "--commit", "abc"]
 
 
+def tiny(program=OURS, subject="bf16", steps=2, **more):
+    return Job(program, subject, "tiny", batch=2, seq=16, steps=steps, before=1, **more)
+
+
 def outcome(program=OURS, subject="bf16", **changes):
     job = Job(program, subject, "llama3.2-1b", batch=4, seq=4096, steps=3, before=1)
     found = {
@@ -97,7 +101,7 @@ def test_losses_are_fetched_once_the_next_step_is_under_way():
 
 
 def test_batches_differ_from_step_to_step_and_repeat_from_job_to_job():
-    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1)
+    job = tiny(steps=3)
     first, second = train_worker.batches(job, 257), train_worker.batches(job, 257)
     assert (len(first), first[0].shape, first[0].dtype) == (5, (2, 17), np.int32)
     assert not np.array_equal(first[0], first[1])
@@ -123,17 +127,15 @@ def test_the_peers_loss_falls_back_to_chunks_when_memory_ends(monkeypatch):
         return {"absent": "torch.OutOfMemoryError: CUDA out of memory"} if full else {"times": [1.0]}
 
     monkeypatch.setattr(train_speed, "run", run)
-    job = Job(PEER, "autocast", "tiny", batch=2, seq=16, steps=2, before=1)
+    job = tiny(PEER, "autocast")
     found = train_speed.run_with_fallback(job, {}, math.inf)
     assert asked == ["whole", "chunked"]
     assert "out of memory" in found["whole_loss"]
-    run_of_ours = train_speed.run_with_fallback(Job(OURS, "bf16", "tiny", 2, 16, 2, 1), {}, math.inf)
-    assert "absent" in run_of_ours
+    assert "absent" in train_speed.run_with_fallback(tiny(), {}, math.inf)
 
 
 def test_a_process_that_fails_says_why(tmp_path):
-    job = Job("benchmarks.no_such_module", "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
-    found = train_speed.run(job, {"PYTHONPATH": ":".join(sys.path)}, math.inf)
+    found = train_speed.run(tiny("benchmarks.no_such_module"), {"PYTHONPATH": ":".join(sys.path)}, math.inf)
     assert "No module named benchmarks.no_such_module" in found["absent"]
 
 
@@ -178,7 +180,7 @@ def test_after_its_seconds_nothing_starts(capsys, tmp_path):
 
 
 def test_all_jobs_train_on_the_same_text(tmp_path):
-    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=3, before=1, tokens=str(tmp_path / "tokens.npy"))
+    job = tiny(steps=3, tokens=str(tmp_path / "tokens.npy"))
     (tmp_path / "text").write_text("to be or not to be " * 50)
     data = train_worker.write_tokens(tmp_path / "tokens.npy", job, str(tmp_path / "text"))
     sizes = {"train_tokens": 904, "validation_tokens": 47}  # with the end of the document
@@ -191,14 +193,13 @@ def test_all_jobs_train_on_the_same_text(tmp_path):
 
 @pytest.mark.slow
 def test_a_policys_steps_are_measured():
-    job = Job(OURS, "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
-    found = train_worker.run(job)
+    found = train_worker.run(tiny())
     assert (len(found["times"]), len(found["losses"])) == (2, 4)
     assert found["losses"][0] == pytest.approx(math.log(get_config("tiny").vocab_size), abs=0.3)
     with pytest.raises(ValueError, match="keeps packed MXFP4 operands"):
-        train_worker.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, remat="fp4"))
+        train_worker.run(tiny(remat="fp4"))
     with pytest.raises(ValueError, match="--devices is 2, but JAX sees 1"):
-        train_worker.run(Job(OURS, "bf16", "tiny", 2, 16, 2, 1, devices=2))
+        train_worker.run(tiny(devices=2))
 
 
 @pytest.mark.exhaustive
@@ -214,8 +215,7 @@ def test_policies_are_measured_in_processes_of_their_own(capsys):
 
 def test_a_process_that_takes_too_long_is_ended(monkeypatch, tmp_path):
     (tmp_path / "sleeps.py").write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
-    job = Job("sleeps", "bf16", "tiny", batch=2, seq=16, steps=2, before=1)
-    found = train_speed.run(job, {"PYTHONPATH": str(tmp_path)}, time.monotonic() + 2)
+    found = train_speed.run(tiny("sleeps"), {"PYTHONPATH": str(tmp_path)}, time.monotonic() + 2)
     assert found["absent"] == "not finished when --seconds had passed"
 
 

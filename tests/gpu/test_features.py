@@ -5,18 +5,8 @@ import json
 import re
 
 import pytest
-from support.gpu_runs import (
-    EVERY,
-    ON_CPU,
-    SMALL,
-    STEPS,
-    final,
-    finish,
-    kill_at,
-    records,
-    series,
-    without_times,
-)
+from support import gpu_runs
+from support.gpu_runs import EVERY, ON_CPU, SMALL, STEPS, final, finish, kill_at, series, without_times
 
 SCHEDULE = "wgrad_hadamard; fp8 from 0.5"
 # A CPU's own implementation packs nothing, and refuses --remat fp4.
@@ -71,7 +61,7 @@ def test_statistics_a_trace_and_logs_leave_the_bits_as_they_are(programs, schedu
     flags = ["--policy", SCHEDULE, "--stats-every", EVERY, "--profile", f"{first}:{first + 2}", "--mllog"]
     run = programs.train("observed", *SMALL, *flags)
     assert without_times(run) == without_times(scheduled)
-    measured = [layer for r in records(run) if "layers" in r for layer in r["layers"].values()]
+    measured = [layer for r in gpu_runs.records(run) if "layers" in r for layer in r["layers"].values()]
     assert all(-100 < float(layer["fprop"]["sqnr_db"]) < 1000 for layer in measured)
     assert measured
     events = []

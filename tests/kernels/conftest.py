@@ -7,15 +7,9 @@ from support.gpu import HAS_GPU
 
 # How the names of modules begin whose tests run on a GPU too.
 NATIVE = (
-    "test_attention",
-    "test_carry",
-    "test_draws",
-    "test_fp4_gemm",
-    "test_fp8_matmul",
-    "test_grouped",
-    "test_products",
-    "test_quantize",
+    *("test_attention", "test_carry", "test_draws", "test_fp4_gemm", "test_fp8_matmul", "test_grouped"),
 )
+NATIVE += ("test_products", "test_quantize")
 
 
 def pytest_collection_modifyitems(items):

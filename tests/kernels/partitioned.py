@@ -10,28 +10,16 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_kernels
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from partitioned_attention import check_attention
-from plain_kernels import (
-    COMPUTED_INPUTS,
-    plain_block16,
-    plain_carry,
-    plain_cast,
-    plain_clip,
-    plain_computed,
-    plain_computed_cast,
-    plain_correct,
-    plain_kernel,
-    plain_product,
-    plain_runs,
-)
+from plain_kernels import COMPUTED_INPUTS, plain_block16, plain_carry, plain_cast, plain_clip, plain_product
 
 import mxjax
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
 from mxjax.kernels.quantize import block16, clipped, fp8, fp8_computed, quantizer
-from mxjax.kernels.quantize import quantizer as computed
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed
@@ -70,7 +58,7 @@ def check_shard_map() -> None:
 
 def main() -> None:
     check_shard_map()
-    quantizer.triton_call = plain_kernel
+    quantizer.triton_call = plain_kernels.plain_kernel
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     stochastic = Operand(rounding="stochastic")
     keys = [jax.random.key(i) for i in range(2)]
@@ -194,7 +182,7 @@ def check_clip(mesh) -> None:
 
 def check_runs(mesh) -> None:
     """Products of runs are summed over the devices that have them."""
-    scaled_blocks.triton_call = plain_runs
+    scaled_blocks.triton_call = plain_kernels.plain_runs
     keys = jax.random.split(jax.random.key(14), 4)
     lhs, rhs = (jax.random.normal(key, (256, 1024), jnp.bfloat16) for key in keys[:2])
     scales = [jnp.exp2(jax.random.randint(key, (8, 256), -3, 4)) for key in keys[2:]]
@@ -216,7 +204,7 @@ def mesh_size(mesh, axis) -> int:
 
 def check_computed(mesh) -> None:
     """Only rows are cut, and what lies across the others is gathered."""
-    computed.triton_call = plain_computed
+    quantizer.triton_call = plain_kernels.plain_computed
     keys = iter(jax.random.split(jax.random.key(12), 6))
 
     def product(r, n):
@@ -226,23 +214,30 @@ def check_computed(mesh) -> None:
     first, second = product(256, 128), product(256, 64)
     plain = jax.random.normal(jax.random.key(13), (256, 64), jnp.bfloat16)
     for x in (normed(plain, Norm(jnp.arange(64.0), 1e-5)), Gated(first), GatedGradient(first, second)):
-        wanted = jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))(x)
-        for spec in (P("a"), P(("a", "b")), P("b", "a"), P(None, "a")):
+        specs = P("a"), P(("a", "b")), P("b", "a"), P(None, "a")
+        check_rows(mesh, lambda x: quantize_computed(x, *COMPUTED_INPUTS), x, specs)
 
-            def place(t, spec=spec):
-                rows = t.shape[0] == 256
-                axes = spec if t.ndim == 2 else P(spec[0]) if rows else P(*spec[1:])
-                return jax.device_put(t, NamedSharding(mesh, axes))
 
-            compiled = (
-                jax.jit(lambda x: quantize_computed(x, *COMPUTED_INPUTS))
-                .lower(jax.tree.map(place, x))
-                .compile()
-            )
-            got = compiled(jax.tree.map(place, x))
-            assert_equal(got, wanted)
-            assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
-            assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
+def check_rows(mesh, quantize, x, specs) -> None:
+    """Compares with one device's bits; only what lies across other axes than rows is gathered."""
+
+    def whole(tree):
+        return [np.asarray(t, np.float32) if t.dtype.itemsize == 1 else t for t in jax.tree.leaves(tree)]
+
+    wanted = jax.jit(quantize)(x)
+    for spec in specs:
+
+        def place(t, spec=spec):
+            rows = t.shape[0] == 256
+            axes = spec if t.ndim == 2 else P(spec[0]) if rows else P(*spec[1:])
+            return jax.device_put(t, NamedSharding(mesh, axes))
+
+        placed = jax.tree.map(place, x)
+        compiled = jax.jit(lambda x: quantize(x)).lower(placed).compile()
+        got = compiled(placed)
+        assert_equal(whole(got), whole(wanted))
+        assert ("all-gather" in compiled.as_text()) == (len(spec) > 1), spec
+        assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, P(spec[0])), 2)
 
 
 def delayed_uses(scales):
@@ -270,7 +265,7 @@ def check_cast(mesh) -> None:
 
 def check_computed_cast(mesh) -> None:
     """As `check_computed`."""
-    fp8_computed.triton_call = plain_computed_cast
+    fp8_computed.triton_call = plain_kernels.plain_computed_cast
     keys = iter(jax.random.split(jax.random.key(15), 3))
     first, second, plain = (jax.random.normal(next(keys), (256, n), jnp.bfloat16) for n in (128, 64, 64))
     product, gradient = (Product(t, (jnp.array([0.5]), jnp.array([2.0]))) for t in (first, second))
@@ -280,18 +275,7 @@ def check_computed_cast(mesh) -> None:
 
     for x in (normed(plain, Norm(jnp.arange(64.0), 1e-5)), Gated(product), GatedGradient(product, gradient)):
         with use_target(Target("cuda", "sm_90")):
-            wanted = jax.jit(quantize)(x)
-            for spec in (P("a"), P(("a", "b"))):
-
-                def place(t, spec=spec):
-                    return jax.device_put(t, NamedSharding(mesh, spec if t.shape[0] == 256 else P()))
-
-                compiled = jax.jit(quantize).lower(jax.tree.map(place, x)).compile()
-                got = compiled(jax.tree.map(place, x))
-                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-                    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-                assert "all-gather" not in compiled.as_text(), spec
-                assert got[0].elements.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+            check_rows(mesh, quantize, x, (P("a"), P(("a", "b"))))
 
 
 multiply_on_one = jax.jit(plain_product, static_argnums=(4, 5))
@@ -343,7 +327,7 @@ def check_explicit() -> None:
 
 def check_fp8(mesh) -> None:
     """As `check_matmul`, where elements are lost too; what is gathered is packed, or a factor a row."""
-    fp8_matmul.carry_operands, fp8_matmul.correct = plain_carry, plain_correct
+    fp8_matmul.carry_operands, fp8_matmul.correct = plain_carry, plain_kernels.plain_correct
     keys = jax.random.split(jax.random.key(5), 2)
     x, w = jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (96, 256))
 

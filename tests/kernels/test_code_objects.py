@@ -12,6 +12,7 @@ import pytest
 import triton.language as tl
 from support import ptx
 from support.code_objects import INTERPRETED, MORE_INTERPRETED
+from support.marks import parametrize
 from support.rocm_on_cpu import kernel_metadata
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
@@ -83,10 +84,8 @@ def test_arguments_are_those_of_the_gfx950_code_objects(builds):
         assert [(a["offset"], a["size"], a["kind"], a["address_space"]) for a in listed] == [
             (a[".offset"], a[".size"], a[".value_kind"], a.get(".address_space")) for a in kernel[".args"]
         ]
-        assert (record["kernel"], record["kernarg_bytes"]) == (
-            kernel[".name"],
-            kernel[".kernarg_segment_size"],
-        )
+        found = (record["kernel"], record["kernarg_bytes"])
+        assert found == (kernel[".name"], kernel[".kernarg_segment_size"])
         assert record["descriptor_symbol"] == kernel[".symbol"]
         assert record["threads_per_warp"] == kernel[".wavefront_size"]
         assert record["block"] == [kernel[".max_flat_workgroup_size"], 1, 1]
@@ -227,12 +226,10 @@ def assert_computes_what_is_expected(record):
         assert not check.output_agrees(record, name, other, wanted[name]), name
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("folder", "pattern"),
-    [
-        *(pytest.param("builds", pattern, marks=pytest.mark.slow) for pattern in INTERPRETED),
-        *(pytest.param("more_builds", pattern, marks=pytest.mark.exhaustive) for pattern in MORE_INTERPRETED),
-    ],
+    slow=[*(("builds", pattern) for pattern in INTERPRETED)],
+    exhaustive=[*(("more_builds", pattern) for pattern in MORE_INTERPRETED)],
 )
 def test_sm_90_kernels_compute_what_is_expected(request, folder, pattern, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.marks import parametrize
 from support.programs import run_compiled
 
 import mxjax
@@ -39,14 +40,7 @@ def check(programs: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "arch"),
-    [
-        pytest.param("cuda", "sm_90", marks=pytest.mark.exhaustive),
-        pytest.param("cuda", "sm_100", marks=pytest.mark.exhaustive),
-        ("hip", "gfx950"),
-    ],
-)
+@parametrize(("backend", "arch"), ("hip", "gfx950"), exhaustive=[("cuda", "sm_90"), ("cuda", "sm_100")])
 def test_every_policy_lowers_by_every_implementation(backend, arch):
     models = ["chmiel_mx", "fprop_dgrad", "wgrad_hadamard"]
     programs = lower("dots", backend, arch, *models)

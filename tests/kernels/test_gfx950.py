@@ -11,19 +11,8 @@ import pytest
 from gfx950 import assembly, machine
 from gfx950.memory import BASE, Memory
 from gfx950.races import Accesses
-from support.code_objects import (
-    EMULATED_ATTENTION,
-    EMULATED_GEMMS,
-    EMULATED_QUANTIZERS,
-    EXPERTS,
-    LLAMA,
-    MORE_QUANTIZERS,
-    STEP,
-    build,
-    elements_of,
-    records,
-    starting,
-)
+from support import code_objects
+from support.code_objects import EMULATED_GEMMS, LLAMA, STEP, build, elements_of, records, starting
 from support.programs import run_compiled
 
 from mxjax.kernels.cases import check, expected
@@ -154,7 +143,7 @@ def test_scales_are_few_words_of_lds(gemms):
 def test_main_loop(gemms):
     """Operands go straight into LDS, and no register is written there."""
     loops = [d for d in gemms if d["main_loop"]["is_loop"]]
-    assert {d["name"] for d in loops} >= {*LLAMA, *EXPERTS}
+    assert {d["name"] for d in loops} >= {*LLAMA, *code_objects.EXPERTS}
     for d in loops:
         loop = d["main_loop"]
         assert steps_of_a_pass(d) == (1 if min(tile_of(d)) >= 128 else 2), d["name"]
@@ -237,9 +226,8 @@ def test_quantizer_is_short(gfx950, name, waves, limit):
     d = gfx950[name]
     assert d["resources"]["waves_per_simd"] >= waves
     assert sum(d["whole_kernel"]["opcodes"].values()) <= limit * elements_of(d)
-    assert starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte") == {
-        "buffer_store_short": 2
-    }
+    found = starting(d["whole_kernel"]["opcodes"], "buffer_store_short", "buffer_store_byte")
+    assert found == {"buffer_store_short": 2}
 
 
 def place(record, inputs):
@@ -281,7 +269,10 @@ def assert_all_write_what_is_expected(records, folder, late=LATE):
         assert_writes_what_is_expected(record, text, inputs, wanted, seed=i, late=late, preloaded=preloaded)
 
 
-@pytest.mark.parametrize("pattern", [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, LARGE_HEADS])
+@pytest.mark.parametrize(
+    "pattern",
+    [*EMULATED_GEMMS, *code_objects.EMULATED_QUANTIZERS, *code_objects.EMULATED_ATTENTION, LARGE_HEADS],
+)
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     assert_all_write_what_is_expected([gfx950[name] for name in fnmatch.filter(gfx950, pattern)], builds)
 
@@ -296,7 +287,7 @@ def test_gemms_write_what_is_expected_with_early_loads_and_late_reads(gfx950, bu
 
 @pytest.mark.exhaustive
 def test_quantizers_of_more_shapes_write_what_is_expected(tmp_path):
-    build(tmp_path, {"gfx950": MORE_QUANTIZERS})
+    build(tmp_path, {"gfx950": code_objects.MORE_QUANTIZERS})
     assert_all_write_what_is_expected(list(records(tmp_path).values()), tmp_path)
 
 

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.marks import parametrize
 from support.programs import run_compiled
 
 from mxjax.kernels import lowering
@@ -163,9 +164,7 @@ MORE += [("sm_89", "wgrad_sr", "fp8_carriers", with_draws(FP8))]
 MORE += [("sm_90", "full_hadamard", "scaled_dot", SCALED_DOT), ("sm_100", "full_hadamard", None, TRITON)]
 
 
-@pytest.mark.parametrize(
-    "cases", [CASES, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["wgrad", "full"]
-)
+@parametrize("cases", CASES, exhaustive=[MORE], ids=["wgrad", "full"])
 def test_dot_and_its_gradients_lower_to_the_kernels(cases):
     """Lowers all cases in one process, which keeps what it compiles."""
     wanted = [case[:3] for case in cases]

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dots import products
 from support.gpu import HAS_GPU
+from support.marks import parametrize
 
 import mxjax
 from mxjax import Gemm, Operand, Rotation
@@ -28,11 +30,7 @@ def tensors(span: int = 0):
 
 
 def all_three(policy, implementation, x, w, dy):
-    product = functools.partial(
-        mxjax.dot, policy=policy, key=jax.random.key(7), implementation=implementation
-    )
-    y, vjp = jax.vjp(product, x, w)
-    return y, *vjp(dy)
+    return products(x, w, dy, jax.random.key(7), policy=policy, implementation=implementation)
 
 
 def assert_close(got, wanted):
@@ -41,14 +39,8 @@ def assert_close(got, wanted):
         assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "wgrad_hadamard",
-        "wgrad_sr",
-        pytest.param("primus_turbo", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("full_rht", "tetrajet")),
-    ],
+@parametrize(
+    "policy", "wgrad_hadamard", "wgrad_sr", slow=["primus_turbo"], exhaustive=["full_rht", "tetrajet"]
 )
 @pytest.mark.parametrize("implementation", ["xla", "fp8_carriers", "triton"])
 def test_kernels_give_the_values_of_the_reference(policy, implementation):
@@ -57,16 +49,13 @@ def test_kernels_give_the_values_of_the_reference(policy, implementation):
     assert_close(all_three(policy, implementation, *args), wanted)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "rotation",
-    [
-        Rotation(16, "redrawn", order="redrawn"),
-        pytest.param(Rotation(16, "redrawn", kind="dct"), marks=pytest.mark.slow),
-        pytest.param(Rotation(1, order="fixed"), marks=pytest.mark.slow),
-    ],
+    Rotation(16, "redrawn", order="redrawn"),
+    slow=[Rotation(16, "redrawn", kind="dct"), Rotation(1, order="fixed")],
     ids=str,
 )
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("fp8_carriers", marks=pytest.mark.slow)])
+@parametrize("implementation", "xla", slow=["fp8_carriers"])
 def test_kernels_quantize_what_xla_rotates(rotation, implementation):
     gemm = Gemm(rotation=rotation)
     policy = mxjax.Policy(Gemm(), gemm, gemm)
@@ -74,16 +63,10 @@ def test_kernels_quantize_what_xla_rotates(rotation, implementation):
     assert_close(all_three(policy, implementation, *args), all_three(policy, "reference", *args))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("operand", "rotation"),
-    [
-        (Operand(scale_rule="rceil"), None),
-        pytest.param(
-            Operand(block_shape=(32, 32), rounding="stochastic", prescale=0.75),
-            Rotation(64, "redrawn"),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    (Operand(scale_rule="rceil"), None),
+    slow=[(Operand(block_shape=(32, 32), rounding="stochastic", prescale=0.75), Rotation(64, "redrawn"))],
 )
 def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand, rotation):
     keys = jax.random.split(jax.random.key(3), 3)
@@ -98,14 +81,12 @@ def test_the_backward_pass_sees_by_the_kernel_what_the_definition_gives(operand,
         np.testing.assert_array_equal(np.asarray(by_kernel, np.float32), wanted)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "policy",
-    [
-        "fprop_dgrad",
-        "nvfp4",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("tetrajet_v2", "quartet2", "averis", "ms_fp4")),
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("chmiel_mx", "four_over_six", "quartet")),
-    ],
+    "fprop_dgrad",
+    "nvfp4",
+    slow=["tetrajet_v2", "quartet2", "averis", "ms_fp4"],
+    exhaustive=["chmiel_mx", "four_over_six", "quartet"],
 )
 def test_one_tensor_is_prepared_for_gemms_of_different_formats(policy):
     args = tensors()

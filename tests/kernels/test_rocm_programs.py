@@ -7,6 +7,7 @@ import concurrent.futures
 import json
 
 import pytest
+from support.marks import parametrize
 from support.programs import run_compiled
 
 import mxjax
@@ -45,11 +46,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [pytest.param(CASES, marks=pytest.mark.slow), pytest.param(MORE, marks=pytest.mark.exhaustive)],
-    ids=["some", "more"],
-)
+@parametrize("cases", slow=[CASES], exhaustive=[MORE], ids=["some", "more"])
 def test_dots_and_their_gradients_are_those_of_the_definition(cases, tmp_path):
     """Bit for bit, with an infinity in x."""
     said = run_compiled(DOTS, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path)).splitlines()

@@ -30,9 +30,8 @@ NAMES = sorted(path.name for path in GOLDEN.iterdir())
 
 
 def test_every_architecture_has_a_golden_model():
-    assert {json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in NAMES} == {
-        *ARCHITECTURES
-    }
+    found = {json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in NAMES}
+    assert found == {*ARCHITECTURES}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,10 +50,7 @@ def test_a_published_file_is_read():
         ({"head_dim": 7}, "head_dim 7 must be even"),
         ({"rope_scaling": {"factr": 1}}, "did you mean 'factor'"),
         ({"rope_scaling": 3}, "rope_scaling must be an object or null"),
-        (
-            {"rope_scaling": {"low_freq_factor": 4}},
-            "low_freq_factor must be less than high_freq_factor 4.0, got",
-        ),
+        ({"rope_scaling": {"low_freq_factor": 4}}, "low_freq_factor must be less than high_freq_factor 4.0"),
         ({"yarn": YARN | {"beta_fast": 0.5}}, "beta_slow must be at most beta_fast 0.5"),
         ({"experts": {"n": 4, "active": 2, "shared": 0}}, "shared must be a positive integer .* or null"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2'"),

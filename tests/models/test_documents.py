@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import SMALL, layer_policies
+from support.marks import parametrize
 
 import mxjax
 from models import decoder
@@ -31,15 +32,13 @@ def test_a_document_starts_after_the_end_of_another():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@parametrize(
     ("config", "rules", "longest", "restart"),
-    [
-        (SMALL, [], 64, False),
-        (SINKS, [], 8, True),
-        pytest.param(SMALL, [], 8, False, marks=pytest.mark.exhaustive),
-        (SINKS, UNFUSED, 64, True),
-    ],
-    ids=["whole", "windows and sinks in pieces", "in pieces", "by dot_general"],
+    (SMALL, [], 64, False),
+    (SINKS, [], 8, True),
+    (SINKS, UNFUSED, 64, True),
+    exhaustive=[(SMALL, [], 8, False)],
+    ids=["whole", "windows and sinks in pieces", "by dot_general", "in pieces"],
 )
 def test_documents_equal_separate_sequences(monkeypatch, config, rules, longest, restart):
     """Losses, gradients and logits in float32, within the order of sums."""
@@ -70,7 +69,7 @@ def test_documents_equal_separate_sequences(monkeypatch, config, rules, longest,
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), gradients, expected)
 
 
-@pytest.mark.parametrize("longest", [pytest.param(64, marks=pytest.mark.slow), 8])
+@parametrize("longest", 8, slow=[64])
 def test_gradients_across_documents_are_exactly_zero(monkeypatch, longest):
     """In bfloat16, as in training: the embeddings of one document's tokens against the losses of the next."""
     monkeypatch.setattr(attention, "LONGEST_WHOLE", longest)

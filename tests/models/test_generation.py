@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import GOLDEN, NAMES, SMALL, layer_policies
+from support.marks import parametrize
 
 from models import decoder
 from models.attention.documents import Documents
@@ -62,7 +63,7 @@ def test_a_cache_changes_no_logits(documents):
         np.testing.assert_allclose(logits, expected[:, stop - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("documents", [None, pytest.param(Documents(7), marks=pytest.mark.slow)])
+@parametrize("documents", None, slow=[Documents(7)])
 def test_blocks_with_a_window_keep_a_window_s_worth(documents):
     """The logits are those of the whole prefix, after prompts and later chunks beyond the window."""
     config = dataclasses.replace(SMALL, n_layers=3, windows=(4, 4, 0), sinks=True, init_std=0.2)

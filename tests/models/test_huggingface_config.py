@@ -63,10 +63,7 @@ SMOLLM3 = {"model_type": "smollm3"}
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"use_qk_norm": True}, "use_qk_norm is True"),
         ({"qk_norm": True}, "qk_norm is True"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types is .*'full_attention' in every",
-        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*'full_attention' in"),
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),

@@ -77,7 +77,7 @@ def test_the_hub_s_cache_is_read_through_its_links(checkpoint, tmp_path):
     [
         (
             {"num_hidden_layers": 2**31 - 1},
-            "num_hidden_layers is 2147483647 and there are tensors of 2 layers",
+            "num_hidden_layers is 2147483647 .* there are tensors of 2 layers",
         ),
         ({"vocab_size": 2**31 - 1}, r"embed_tokens.weight is \[64, 32\] and .* makes it \[2147483647, 32\]"),
         ({"hidden_size": 2**31 - 1, "head_dim": 8}, r"makes it \[64, 2147483647\]"),
@@ -119,7 +119,7 @@ def test_weights_that_are_not_finite_are_named(checkpoint):
         return found
 
     rewrite(checkpoint, spoil)
-    message = refused(checkpoint, "hold NaN or infinity; download the weights again")
+    message = refused(checkpoint, r"NaN or infinity in .*; download the weights again")
     assert all(name in message for name in bad)
     assert "lm_head" not in message
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.llamas import layer_policies
+from support.marks import parametrize
 from support.programs import on_devices
 
 import mxjax
@@ -107,7 +108,7 @@ def renamed_full_sr():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.exhaustive)])
+@parametrize("remat", "none", exhaustive=["full"])
 def test_unrolled_layers_are_those_of_the_loop(params, remat):
     policies = layer_policies(SMALL, "bf16", random_mlp("full_sr"))
     loop, unrolled = (
@@ -135,13 +136,7 @@ def _equations(jaxpr):
             yield from _equations(inner)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param("bf16", marks=pytest.mark.exhaustive),
-        pytest.param("wgrad_hadamard", marks=pytest.mark.slow),
-    ],
-)
+@parametrize("policy", slow=["wgrad_hadamard"], exhaustive=["bf16"])
 def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
     policies = layer_policies(SMALL, policy)
     batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)
@@ -222,9 +217,7 @@ def test_a_tied_head_is_the_embedding():
     )
 
 
-@pytest.mark.parametrize(
-    "tokens", [pytest.param(2048, marks=pytest.mark.slow), 10], ids="pieces of {}".format
-)
+@parametrize("tokens", 10, slow=[2048], ids="pieces of {}".format)
 def test_the_gradient_of_a_tied_head_is_added_to_that_of_the_embedding(tokens, monkeypatch):
     monkeypatch.setattr(loss, "LOSS_TOKENS", tokens)
     config = dataclasses.replace(SMALL, tied=True)
@@ -289,12 +282,8 @@ def test_flops_count_matrices_and_causal_attention():
     assert config.flops_per_token(24) == 6 * (matrices + norms) + 6 * 64 * 24
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(("fsdp=2", "bf16"), marks=pytest.mark.slow),
-        pytest.param(("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied"), marks=pytest.mark.exhaustive),
-    ],
+@parametrize(
+    "arguments", slow=[("fsdp=2", "bf16")], exhaustive=[("data=2,fsdp=1,tensor=1", "wgrad_sr", "tied")]
 )
 def test_unrolled_blocks_on_a_mesh_have_the_gradients_of_the_loop(arguments):
     """The order changes no gradient, and is there: a tie each for `gate_up`, `qkv` above, and the head."""

@@ -40,18 +40,15 @@ def test_names_have_the_numbers_of_the_blocks():
     params, numbers = decoder.init(MIXED, jax.random.key(0)), block_numbers(MIXED)
     names = layer_names(params, numbers)
     assert "blocks.3.dense_mlp.down" in names
-    assert [name for name in names if name.endswith("router")] == [
-        "blocks.1.mlp.router",
-        "blocks.2.mlp.router",
-    ]
+    found = [name for name in names if name.endswith("router")]
+    assert found == ["blocks.1.mlp.router", "blocks.2.mlp.router"]
     policies = layer_policies(MIXED, "bf16")
     batch = jnp.arange(34).reshape(2, 17)
     _, measured = jax.jit(lambda p: decoder.measured_loss(MIXED, p, batch, policies=policies))(params)
     assert measured is not None
     assert measured.routing.load.shape == (2, 8)
-    assert list(routing_by_layer(measured.routing, numbers["mlp"])) == [
-        f"blocks.{i}.mlp.router" for i in (1, 2)
-    ]
+    got = list(routing_by_layer(measured.routing, numbers["mlp"]))
+    assert got == [f"blocks.{i}.mlp.router" for i in (1, 2)]
 
 
 @pytest.mark.slow

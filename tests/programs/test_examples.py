@@ -23,9 +23,8 @@ def test_the_loss_falls(name, capsys):
     assert len(losses) == 30
     assert losses[-1] < losses[0] / 2
     printed = capsys.readouterr().out.splitlines()
-    assert [float(line.split()[-1]) for line in (printed[0], printed[-1])] == [
-        pytest.approx(loss, abs=1e-3) for loss in (losses[0], losses[-1])
-    ]
+    found = [float(line.split()[-1]) for line in (printed[0], printed[-1])]
+    assert found == [pytest.approx(loss, abs=1e-3) for loss in (losses[0], losses[-1])]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.runs import error_of, file_sizes, free_address, start, untimed, weights
 
 import train as training_program
@@ -275,10 +276,7 @@ def wait_for(process, condition):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"),
-    [pytest.param(4, "48", marks=pytest.mark.slow), pytest.param(20, "160", marks=pytest.mark.exhaustive)],
-)
+@parametrize(("kills", "steps"), slow=[(4, "48")], exhaustive=[(20, "160")])
 def test_a_run_killed_many_times_equals_one_left_alone(text, tmp_path, kills, steps):
     """SIGKILL at random moments: while it starts, between steps, and, half of them, while it saves."""
     whole, out = tmp_path / "whole", tmp_path / "run"

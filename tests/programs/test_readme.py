@@ -47,7 +47,7 @@ def test_the_examples_of_the_documentation_run(page):
 def test_pasted_code_is_that_of_the_examples():
     text = (ROOT / "docs" / "integration.md").read_text()
     pasted = re.findall(r"From \[(\S+)\]\((\S+)\):\n\n```py\n(.*?)\n```", text, re.DOTALL)
-    assert len(pasted) >= 4
+    assert len(pasted) >= 2
     for name, link, code in pasted:
         assert code in (ROOT / "docs" / link).read_text(), name
 
@@ -60,7 +60,7 @@ def test_the_table_of_recipes_is_generated():
 
 def test_documents_are_short():
     assert len(README.split()) <= 700
-    assert sum(len(path.read_text().split()) for path in DOCUMENTS) <= 20_470
+    assert sum(len(path.read_text().split()) for path in DOCUMENTS) <= 19_200
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

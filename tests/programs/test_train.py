@@ -186,18 +186,8 @@ def test_the_end_of_a_run_that_overfitted_names_its_best_checkpoint(text, tmp_pa
     found = {"eval_perplexity": 1.0, "eval_tokens": 1}
     monkeypatch.setattr(loop, "evaluate", lambda *_: found | {"eval_loss": next(losses)})
     out = tmp_path / "run"
-    run(
-        text,
-        out,
-        "--policy",
-        "bf16",
-        "--eval-every",
-        "2",
-        "--checkpoint-every",
-        "2",
-        "--keep-checkpoints",
-        "1",
-    )
+    flags = "--policy bf16 --eval-every 2 --checkpoint-every 2 --keep-checkpoints 1"
+    run(text, out, *flags.split())
     last = capsys.readouterr().out.splitlines()[-1]
     command = f"python eval.py {out} --step best"
     assert last == f"the lowest eval loss was 3.0000, after step 4; evaluate that checkpoint with: {command}"

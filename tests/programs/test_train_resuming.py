@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.runs import LAYERS, SMALL, STOCHASTIC, lines, resume, run, untimed, weights
 
 import eval as evaluation_program
@@ -155,9 +156,7 @@ def test_an_evaluation_after_the_restored_step_does_not_end_the_run(text, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
-)
+@parametrize("number", signal.SIGTERM, exhaustive=[signal.SIGINT])
 def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
     """The program ends with success: as an error would, `runpy` raises SystemExit."""
     out = tmp_path / "run"
@@ -177,9 +176,7 @@ def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(finished))
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(3, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.exhaustive)]
-)
+@parametrize("step", slow=[3], exhaustive=[6])
 def test_a_signal_ends_an_evaluation_which_is_repeated(text, finished, tmp_path, monkeypatch, step):
     out = tmp_path / "run"
     original, seen = loop.evaluate, []

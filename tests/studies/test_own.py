@@ -50,9 +50,8 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
     assert [c.name for c in cells] == [f"{n}.60m.{end}" for n, end in zip(names, ends, strict=True)]
     assert [protocol_of(cell).steps for cell in cells] == [60] * 5 + [39, 48, 54, 66]
     assert protocol_of(cells[0]) == dataclasses.replace(PROTOCOLS["tiny"], steps=60)
-    assert [str(policy_of(cells[i])) for i in (2, 3)] == [
-        str(mxjax.get_policy(name)) for name in ("wgrad_rht", "wgrad_sr")
-    ]
+    found = [str(policy_of(cells[i])) for i in (2, 3)]
+    assert found == [str(mxjax.get_policy(name)) for name in ("wgrad_rht", "wgrad_sr")]
     assert [changes_program(cell) for cell in cells[:5]] == [False] * 4 + [True]
     folder = write().parent
     assert recipe_of(cells[4]).layers == (f"head={folder}/own.json", "blocks[0].*=bf16")
@@ -189,9 +188,8 @@ def test_a_study_of_a_file_is_trained_and_printed_by_one_command(write, tmp_path
     shown = capsys.readouterr().out
     runs = {run.name for run in (tmp_path / "runs").glob("*.json")}
     assert runs == {f"{name}.own.shape.my-study.s{s}.json" for name in ("fp8", "own") for s in (8, 9)}
-    assert sorted(line.split("|")[1:3] for line in shown.splitlines()[-2:]) == [
-        [f" {name} ", " 2 "] for name in ("fp8", "own")
-    ]
+    found = sorted(line.split("|")[1:3] for line in shown.splitlines()[-2:])
+    assert found == [[f" {name} ", " 2 "] for name in ("fp8", "own")]
     program.run(str(path), **options)
     assert "0 of 4 runs left" in capsys.readouterr().out
 

@@ -73,9 +73,8 @@ def test_an_arrangement_changes_both_operands_of_wgrad_alone(name):
         assert (policy.fprop, policy.dgrad) == (plain.fprop, plain.dgrad)
         order = policy.wgrad.rotation.order if policy.wgrad.rotation else "given"
         assert order == {"anew": "redrawn", "once": "fixed", "means32": "given"}[name]
-        assert {o.split_tokens for o in (policy.wgrad.lhs, policy.wgrad.rhs)} == {
-            32 if "32" in name else None
-        }
+        found = {o.split_tokens for o in (policy.wgrad.lhs, policy.wgrad.rhs)}
+        assert found == {32 if "32" in name else None}
     assert KINDS["wgrad+anew"].rotation == Rotation(1, order="redrawn")
 
 
@@ -101,9 +100,8 @@ def test_gradients_are_rounded_to_bfloat16():
 
 def test_claims_are_about_cells_of_the_studies():
     names = {cell.name for study in STUDIES.values() for cell in study}
-    assert {
-        name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells
-    } <= names
+    found = {name for protocol in LADDERS for claim in (*CLAIMS, *SEEN) for name in claim.at(protocol).cells}
+    assert found <= names
 
 
 def test_a_claim_beside_another_is_a_difference_of_differences():

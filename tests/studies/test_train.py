@@ -253,9 +253,8 @@ def test_a_part_of_a_study_is_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(program.runner, "run_cells", lambda cells, settings: chosen.append(cells))
     options = {"out": tmp_path, "data": "none", "eval_data": "none"}
     program.run("ladder-60m", cells="wgrad.*", seeds="3", **options)
-    assert [(cell.name, cell.seeds) for cell in chosen[0]] == [
-        (name, 3) for name in ("wgrad.floor.60m.decay", "wgrad.even.60m.decay")
-    ]
+    found = [(cell.name, cell.seeds) for cell in chosen[0]]
+    assert found == [(name, 3) for name in ("wgrad.floor.60m.decay", "wgrad.even.60m.decay")]
     with pytest.raises(SystemExit, match=r"no cell is called 'nvfp4.\*'; the cells are fp8.own.60m.decay, "):
         program.run("ladder-60m", cells="nvfp4.*", **options)
 

@@ -69,6 +69,7 @@ def main():
         aliases = re.findall(r"operand_index = (\d+), operand_tuple_indices = \[\]", lower(add, x, x))
         said = {
             "aliased": aliases,
+            "barriers": [lower(f, x, x).count("optimization_barrier") for f in (add, lambda x, y: double(x))],
             "unused": count(lower(with_unused, x)),
             "remat": count(lower(jax.grad(loss_with_remat), x)),
             "twice": count(lower(lambda x: double(double(x)), x)),

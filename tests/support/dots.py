@@ -89,17 +89,21 @@ def inputs(x_shape=(40, 48), d_out=56, dtype=jnp.float32):
     return x, w, draw(*x_shape[:-1], d_out, seed=3, dtype=dtype)
 
 
-def products(x, w, dy, key=None, *, policy, implementation=None):
+def with_gradients(function, *operands, dy=None):
+    """Returns function(*operands) and the operands' gradients for the cotangent dy, by default cosines."""
+    y, vjp = jax.vjp(function, *operands)
+    dy = jnp.cos(jnp.arange(y.size)).reshape(y.shape) if dy is None else dy
+    return y, *vjp(jnp.asarray(dy, y.dtype))
+
+
+def products(x, w, dy, key=None, *, product=mxjax.dot, **options):
     """Returns y, dx and dw; each of the GEMMs is jitted inside, so that policies share what they compile."""
-
-    def product(x, w):
-        return mxjax.dot(x, w, policy=policy, key=key, implementation=implementation)
-
-    y, vjp = jax.vjp(product, x, w)
-    return y, *vjp(dy)
+    return with_gradients(functools.partial(product, key=key, **options), x, w, dy=dy)
 
 
-jitted_products = jax.jit(products, static_argnames=("policy", "implementation"))
+jitted_products = jax.jit(
+    products, static_argnames=("policy", "implementation", "product", "preferred_element_type")
+)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -161,6 +165,12 @@ def check_products(actual, expected):
 def assert_same(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a, e)
+
+
+def assert_near(actual, expected, atol, rtol=0.0):
+    """Checks arrays within rtol, or within atol times the largest magnitude of what is expected."""
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol * np.max(np.abs(e)))
 
 
 def lowered(policy: str, dtype, key=None) -> str:

@@ -39,11 +39,8 @@ def test_every_path_of_a_flag_is_absolute(tmp_path, monkeypatch):
     config = parse(["--data", "0.5", "~/a", "0.5", "../b", "--eval-data=~/c", "--out=~/run", "--init", "i"])
     home, up = f"{tmp_path}/home", tmp_path.parent
     assert config.data.data == ("0.5", f"{home}/a", "0.5", f"{up}/b")
-    assert (config.data.eval_data, str(config.out), config.init) == (
-        (f"{home}/c",),
-        f"{home}/run",
-        tmp_path / "i",
-    )
+    found = (config.data.eval_data, str(config.out), config.init)
+    assert found == ((f"{home}/c",), f"{home}/run", tmp_path / "i")
     assert Config(data=DataConfig(("1",)), model_config="m.json").data.data == (f"{tmp_path}/1",)
     diagnosis = flags_of(DiagnoseConfig, ["r", "--data=~/a", "--out", "o"])
     assert (diagnosis.run, diagnosis.data, diagnosis.out) == (tmp_path / "r", f"{home}/a", tmp_path / "o")
@@ -74,6 +71,12 @@ def test_a_resumed_run_may_change_how_often_but_not_what():
     check_resumable(dataclasses.replace(saved, eval_every=7, resume=True), saved, pathlib.Path("a"))
     with pytest.raises(ValueError, match="steps: the run has 300, the command line 5"):
         check_resumable(dataclasses.replace(saved, steps=5), saved, pathlib.Path("a"))
+    asked = parse(["--layers", "head=fp8", "blocks[0].*=bf16", "--ema", "0.9"])
+    said = (
+        r"--layers: the run has the default, .* line head=fp8 'blocks\[0\].\*=bf16'\n .*default, .* line 0.9"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_resumable(asked, saved, pathlib.Path("a"))
 
 
 def test_policies_whose_texts_are_alike_are_told_apart():

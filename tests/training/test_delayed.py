@@ -114,11 +114,7 @@ def test_a_phase_without_delayed_scales_keeps_the_histories():
     ("model", "rules", "message"),
     [
         (SMALL, [("head", "fp8_delayed")], "head has scaling='delayed', and only attention.qkv, "),
-        (
-            SMALL,
-            [("blocks.*.attention.values", "fp8_delayed")],
-            r"--layers 'blocks\.\*\.attention\.values=fp8'$",
-        ),
+        (SMALL, [("blocks.*.attention.values", "fp8_delayed")], r"'blocks\.\*\.attention\.values=fp8'$"),
     ],
 )
 def test_layers_without_histories_are_refused(model, rules, message):

@@ -279,5 +279,7 @@ def test_what_cannot_be_shared_is_refused():
     sizes = parse_mesh("expert=3", 3)
     with pytest.raises(ValueError, match=r"expert=3 cannot split blocks.mlp.\w+'s axis 'experts' of 8"):
         check_shards(sizes, moe, layer_policies(moe, "bf16"))
+    with pytest.raises(ValueError, match=r"'mlp' of 96 .* leave tensor out and let expert=N or data=N take"):
+        check_shards(parse_mesh("tensor=2", 2), moe, layer_policies(moe, "wgrad"))
     with pytest.raises(ValueError, match="data x expert x fsdp = 3; take --batch-size 3 or 6"):
         check_batch(sizes, 4, 1, lambda sizes: False)

@@ -12,6 +12,7 @@ import optax
 import pytest
 import scipy.special
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from support.marks import parametrize
 from support.runs import error_of
 
 import mxjax
@@ -78,23 +79,18 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
     return estimate, held + m.temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "case",
-    [
-        (SMALL, 8, 64, 1, "bf16", "xla", "none"),
-        (SMALL, 16, 128, 2, "bf16", "xla", "full"),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in (
-                (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
-                (MIXED, 8, 64, 1, "bf16", "xla", "none"),
-                (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4"),
-                (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
-                (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
-                (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
-                (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
-            )
-        ),
+    (SMALL, 8, 64, 1, "bf16", "xla", "none"),
+    (SMALL, 16, 128, 2, "bf16", "xla", "full"),
+    slow=[
+        (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
+        (MIXED, 8, 64, 1, "bf16", "xla", "none"),
+        (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4"),
+        (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
+        (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
+        (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
+        (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
     ],
 )
 def test_the_estimate_is_near_what_is_allocated(case):
@@ -161,9 +157,8 @@ def test_devices_share_heads_width_and_vocabulary():
     policies = decoder.layer_policies(SMALL, mxjax.get_policy("bf16"))
     options = {"batch_size": 16, "seq_len": 64, "remat": "full"}
     expected = step_memory(alike, policies, params, params, **options)
-    assert (
-        step_memory(model, policies, params, params, mesh=ONE_DEVICE | {"tensor": 2}, **options) == expected
-    )
+    found = step_memory(model, policies, params, params, mesh=ONE_DEVICE | {"tensor": 2}, **options)
+    assert found == expected
 
 
 def test_a_device_holds_its_shards():
@@ -178,9 +173,8 @@ def test_a_device_holds_its_shards():
 
 def test_an_estimate_reads_in_gib():
     memory = Memory(2**30, 2**31, 2**30, 150 * 2**30, 2**20)
-    assert str(memory) == (
-        "154 GiB (parameters 1, optimizer 2, gradients 1, activations 150, working 0.000977)"
-    )
+    found = str(memory)
+    assert found == "154 GiB (parameters 1, optimizer 2, gradients 1, activations 150, working 0.000977)"
 
 
 def test_cross_entropy_and_its_gradient_are_optax_s():

@@ -12,6 +12,7 @@ import jax
 import optax
 import pytest
 from support import meshes, runs
+from support.marks import parametrize
 from support.programs import on_devices
 
 import mxjax
@@ -194,9 +195,7 @@ def test_processes_that_do_not_join_end_the_program_in_one_line(monkeypatch, cap
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param((1, 8, 1), marks=EXHAUSTIVE), pytest.param((2, 2, 2), marks=SLOW)]
-)
+@parametrize("shape", slow=[(2, 2, 2)], exhaustive=[(1, 8, 1)])
 def test_losses_on_meshes_are_those_of_one_device(shape):
     """Three steps and an evaluation whose batch the mesh does not divide, with a mask of documents."""
     check_curves([("wgrad_rht", shape)], "wgrad_rht")
@@ -270,13 +269,10 @@ def partitioned_step(folder, *arguments) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@parametrize(
     ("policy", "implementation", "dtypes"),
-    [
-        pytest.param("bf16", "xla", {"bf16"}, marks=pytest.mark.exhaustive),
-        pytest.param("fp8", "fp8_carriers", {"f8e4m3fn", "bf16"}, marks=pytest.mark.exhaustive),
-        ("wgrad", "scaled_dot", {"u8", "s32", "bf16"}),
-    ],
+    ("wgrad", "scaled_dot", {"u8", "s32", "bf16"}),
+    exhaustive=[("bf16", "xla", {"bf16"}), ("fp8", "fp8_carriers", {"f8e4m3fn", "bf16"})],
 )
 def test_layers_are_gathered_one_at_a_time_as_the_gemms_read_them(tmp_path, policy, implementation, dtypes):
     """The head is in bfloat16. With remat, a loss in pieces and a batch in parts."""

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.runs import lines
 
 import mxjax
@@ -63,13 +64,8 @@ def test_the_preset_is_the_benchmark():
     config = parse(PRESET)
     model = get_config(config.model)
     assert (model.vocab_size, config.data.vocab_size) == (128_256, 128_256)
-    assert (model.d_model, model.n_layers, model.n_heads, model.n_kv_heads, model.d_ff) == (
-        4096,
-        32,
-        32,
-        8,
-        14_336,
-    )
+    found = (model.d_model, model.n_layers, model.n_heads, model.n_kv_heads, model.d_ff)
+    assert found == (4096, 32, 32, 8, 14_336)
     assert (config.data.batch_size, config.data.seq_len) == (32, 8192)
     assert (config.eval_every * 32, config.eval_sequences, config.target_loss) == (12_288, 1024, 3.3)
     rate = learning_rate(config.optimizer, config.steps, np)
@@ -186,9 +182,8 @@ def test_formats_that_mlperf_does_not_name_are_refused():
 def test_the_reference_points_are_mlperf_logging_s():
     path = pathlib.Path(checker.__file__).parents[1] / f"rcp_checker/training_{RULES}/rcps_llama31_8b.json"
     published = json.loads(path.read_text()).values()
-    assert {r["BS"]: sorted(r["Epochs to converge"]) for r in published} == {
-        batch_size: list(r.sequences) for batch_size, r in mlperf.PUBLISHED_RUNS.items()
-    }
+    found = {r["BS"]: sorted(r["Epochs to converge"]) for r in published}
+    assert found == {batch_size: list(r.sequences) for batch_size, r in mlperf.PUBLISHED_RUNS.items()}
     for r in published:
         ours = mlperf.PUBLISHED_RUNS[r["BS"]]
         assert ours.lr == r["Hyperparams"]["opt_base_learning_rate"]
@@ -213,10 +208,7 @@ TINY = ["--model", "tiny", "--vocab-size", "257", "--seq-len", "32"]
 SCALED_DOWN = [*TINY, "--lr", "5e-3", "--warmup-steps", "5"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("text", marks=pytest.mark.exhaustive), pytest.param("tokenized", marks=pytest.mark.slow)],
-)
+@parametrize("kind", slow=["tokenized"], exhaustive=["text"])
 def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     """The benchmark on generated text, with another model, sequence, rate and cadence; else its own."""
     out = tmp_path / "run"
@@ -232,9 +224,8 @@ def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
     losses = {line["step"]: line["eval_loss"] for line in steps if "eval_loss" in line}
     assert all(loss > 3.3 for step, loss in losses.items() if step < max(losses))
     found = [e for e in events(out / "mllog.txt") if e["key"] == "eval_accuracy"]
-    assert {e["metadata"]["samples_count"]: e["value"] for e in found} == {
-        32 * step: loss for step, loss in losses.items()
-    }
+    got = {e["metadata"]["samples_count"]: e["value"] for e in found}
+    assert got == {32 * step: loss for step, loss in losses.items()}
     before = (out / "mllog.txt").read_bytes()
     assert training_program.train(parse([*flags, "--resume"])) == {}  # at its target, nothing is left to do
     assert (out / "mllog.txt").read_bytes() == before

@@ -24,6 +24,7 @@ from training.command_line import parse
 from training.config import Config, PrecisionConfig
 from training.flags import policy_source
 from training.log.mlperf import TOKEN
+from training.log.report import idle_policies
 from training.phases import parse_schedule, phase_at, phases_of
 
 SWITCHING = "wgrad_sr; fp8 from 4"
@@ -94,6 +95,14 @@ def test_exceptions_by_layer_and_the_scale_rule_hold_in_every_phase():
     assert plain[1].layers == layer_policies(mxjax.get_policy("fp8"))
     with pytest.raises(ValueError, match="no operand of any layer is in mxfp4"):
         phases_of(PrecisionConfig("fp8; bf16 from 2", "even"), 4, layer_policies)
+
+
+def test_a_policy_that_layers_leave_nothing_is_named():
+    layer_policies = functools.partial(decoder.layer_policies, get_config("tiny"))
+    for layers, names in ((("blocks.*=bf16",), ["wgrad"]), (("blocks[0].*=bf16",), [])):
+        phases = phases_of(PrecisionConfig("wgrad; bf16 from 3", layers=layers), 6, layer_policies)
+        said = idle_policies(phases)
+        assert [line.split()[1] for line in said] == names, said
 
 
 def test_the_phase_of_a_step():

@@ -14,19 +14,11 @@ import mxjax
 from models import decoder
 from models.configs import get_config
 from mxjax import Gemm, Operand, Policy, Rotation
+from training import phases
 from training.command_line import parse
 from training.config import Config, DataConfig, PrecisionConfig, by_flag
 from training.flags.policy_source import load_policy
-from training.phases import (
-    changed_files,
-    files_of,
-    files_on_record,
-    from_record,
-    parse_schedule,
-    phases_of,
-    phases_of_run,
-    to_record,
-)
+from training.phases import changed_files, files_of, files_on_record, from_record, parse_schedule, phases_of
 from training.run.record import from_json, to_json
 
 OWN = Policy(wgrad=Gemm(rotation=Rotation(32, "fixed", seed=3)))
@@ -128,7 +120,7 @@ def test_a_file_that_a_received_run_names_is_not_executed(files, tmp_path, polic
         Config(precision=PrecisionConfig("fp8", layers=(f"head={policy}",))),
     ):
         with pytest.raises(ValueError, match=said):
-            phases_of_run(saved, config, LAYER_POLICIES)
+            phases.phases_of_run(saved, config, LAYER_POLICIES)
     assert not (tmp_path / "executed").exists()
 
 
@@ -194,7 +186,7 @@ def test_the_record_gives_back_every_layer_s_policy():
     rules = [("head", other), ("blocks.0.*", Policy(dgrad=Gemm(Operand(prescale=0.7500001))))]
     [phase] = phases_of(PrecisionConfig(OWN), 9, lambda default, _: LAYER_POLICIES(default, rules))
     later = phase._replace(first_step=4, policy="later", layers=phase.layers.with_scale_rule("even"))
-    saved = json.loads(json.dumps(to_record([phase, later])))
+    saved = json.loads(json.dumps(phases.to_record([phase, later])))
     assert from_record(saved) == (phase, later)
     assert from_record({}) is None
     with pytest.raises(ValueError, match="holds no policies of this version"):

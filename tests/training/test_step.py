@@ -37,15 +37,21 @@ def params():
 
 
 BATCH = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
+WITHOUT_3 = np.array([[0, 1, 2]], np.int32)
 KEY = jax.random.key(0)
 
 
+def one_step(loss, params, batch=BATCH, optimizer=None, rate=None, **options):
+    """Returns the state and the metrics after a step from a copy of these parameters."""
+    optimizer = optimizer or optax.sgd(0.5)
+    state = init_state(jax.tree.map(jnp.copy, params), optimizer)
+    return make_train_step(loss, optimizer, **options)(state, batch, KEY, rate)
+
+
 def test_a_step_is_the_optimizer_applied_to_the_mean_loss(params):
-    state = init_state(params, optax.sgd(0.5))
-    expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)
-    # Before the step, which gives the memory of its state away.
-    expected = params["table"] - 0.5 * expected["table"]
-    state, metrics = make_train_step(mean_bigram, optax.sgd(0.5))(state, BATCH, KEY)
+    gradient = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)
+    expected = params["table"] - 0.5 * gradient["table"]
+    state, metrics = one_step(mean_bigram, params)
     np.testing.assert_allclose(state.params["table"], expected, rtol=1e-6)
     assert int(state.step) == 1
     assert bool(metrics.finite)
@@ -55,10 +61,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
     batch = np.random.default_rng(0).integers(0, 4, (6, 5), np.int32)
     found = []
     for accumulate in (1, 2, 3):
-        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
-        state, metrics = make_train_step(mean_bigram, optax.sgd(0.5), accumulate=accumulate)(
-            state, batch, KEY
-        )
+        state, metrics = one_step(mean_bigram, params, batch, accumulate=accumulate)
         found.append((state.params["table"], metrics.loss, metrics.grad_norm))
     for other in found[1:]:
         for got, expected in zip(other, found[0], strict=True):
@@ -66,9 +69,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
 
 
 def test_parts_of_a_batch_draw_different_bits(params):
-    state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0))
     batch = np.repeat(BATCH[:1], 2, axis=0)
-    _, metrics = make_train_step(mean_noisy, optax.sgd(0.0), accumulate=2)(state, batch, KEY)
+    _, metrics = one_step(mean_noisy, params, batch, accumulate=2)
     keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(2)]
     expected = [noisy(params, batch[:1], key).mean() for key in keys]
     assert abs(expected[0] - expected[1]) > 1e-3
@@ -120,10 +122,10 @@ def nan_at_token_3(params, batch, key):
 
 def test_after_a_step_that_is_not_finite_the_state_stays(params):
     step = make_train_step(nan_at_token_3, optax.sgd(0.5))
-    state, metrics = step(init_state(params, optax.sgd(0.5)), np.array([[0, 1, 2]], np.int32), KEY)
+    state, metrics = step(init_state(params, optax.sgd(0.5)), WITHOUT_3, KEY)
     assert bool(metrics.finite)
     before = np.asarray(state.params["table"])
-    for batch in (np.array([[3, 1, 2]], np.int32), np.array([[0, 1, 2]], np.int32)):
+    for batch in (BATCH, WITHOUT_3):
         state, metrics = step(state, batch, KEY)
         assert not bool(metrics.finite)
         assert int(state.step) == 1
@@ -135,11 +137,11 @@ def test_a_skipped_step_changes_only_what_is_counted(params):
     step = make_train_step(nan_at_token_3, optimizer, skip_nonfinite=True)
     state = init_state(params, optimizer)
     before = jax.tree.map(np.asarray, state)
-    state, metrics = step(state, np.array([[3, 1, 2]], np.int32), KEY)
+    state, metrics = step(state, BATCH, KEY)
     assert not bool(metrics.finite)
     assert (int(state.step), int(state.skipped), bool(state.finite)) == (1, 1, True)
     jax.tree.map(np.testing.assert_array_equal, state[1:3], before[1:3])
-    state, metrics = step(state, np.array([[0, 1, 2]], np.int32), KEY)
+    state, metrics = step(state, WITHOUT_3, KEY)
     assert bool(metrics.finite)
     assert (int(state.step), int(state.skipped), int(metrics.skipped)) == (2, 1, 1)
     assert not np.array_equal(state.params["table"], before.params["table"])
@@ -149,10 +151,8 @@ def test_a_skipped_step_changes_only_what_is_counted(params):
 def test_an_update_that_is_not_finite_is_not_made(params, skip):
     """Without epsilon, Adam divides 0 by 0 where the gradient is zero: in the rows of absent tokens."""
     optimizer = optax.adam(0.5, eps=0.0)
-    state = init_state(params, optimizer)
-    before = jax.tree.map(np.asarray, state)
-    step = make_train_step(mean_bigram, optimizer, skip_nonfinite=skip)
-    state, metrics = step(state, np.array([[0, 1, 2]], np.int32), KEY)
+    before = init_state(params, optimizer)
+    state, metrics = one_step(mean_bigram, params, WITHOUT_3, optimizer, skip_nonfinite=skip)
     assert np.isfinite([metrics.loss, metrics.grad_norm]).all()
     assert not bool(metrics.finite)
     assert (int(state.step), int(state.skipped), bool(state.finite)) == (skip, skip, skip)
@@ -178,9 +178,8 @@ def test_an_update_that_is_finite_for_certain_is_made_as_one_that_is_checked(par
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_only_an_update_that_is_not_finite_for_certain_is_checked(params, certain):
-    optimizer = optax.sgd(jnp.inf)
-    step = make_train_step(mean_bigram, optimizer, keeps_finite=lambda rate: jnp.array(certain))
-    state, metrics = step(init_state(params, optimizer), BATCH, KEY, jnp.float32(1))
+    options = {"keeps_finite": lambda rate: jnp.array(certain), "rate": jnp.float32(1)}
+    state, metrics = one_step(mean_bigram, params, optimizer=optax.sgd(jnp.inf), **options)
     assert bool(metrics.finite) == certain
     assert np.isfinite(state.params["table"]).all() != certain
 
@@ -188,12 +187,7 @@ def test_only_an_update_that_is_not_finite_for_certain_is_checked(params, certai
 def test_the_largest_values_of_a_step_that_is_not_finite_are_those_of_gradients_and_parameters(params):
     expected = jax.grad(lambda p: bigram(p, BATCH, None).mean())(params)["table"]
     for offset, wanted in ((jnp.inf, [[abs(expected).max()], [15 / 8]]), (0.0, [[0], [0]])):
-        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(0.5))
-
-        def loss(*arguments, offset=offset):
-            return mean_bigram(*arguments) + offset
-
-        _, metrics = make_train_step(loss, optax.sgd(0.5))(state, BATCH, KEY)
+        _, metrics = one_step(lambda *given, offset=offset: mean_bigram(*given) + offset, params)
         np.testing.assert_allclose(metrics.largest, wanted, rtol=1e-6)
 
 

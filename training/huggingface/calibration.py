@@ -18,7 +18,7 @@ from training.config import DataConfig
 from training.data.load import load_held_out
 from training.data.text import evaluation_batches
 from training.run.record import documents_of_run
-from training.run.tokens import check_tokenizer_of, check_tokens_of
+from training.run.tokens import check_tokens_of
 
 _SEQUENCES = 16
 
@@ -46,7 +46,6 @@ def largest_inputs(
     policies = policies or decoder.layer_policies(config, get_policy("bf16"))
     seq_len, documents = saved["config"]["data"]["seq_len"], documents_of_run(saved)
     check_tokens_of(run, "--calibrate", data)
-    check_tokenizer_of(run, "--calibrate", data)
     tokens = load_held_out(data, config.vocab_size, True, seq_len, "--calibrate")
     seq_len = min(seq_len, max(len(tokens) - 1, 1))
     shape = DataConfig(vocab_size=config.vocab_size, batch_size=1, seq_len=seq_len)

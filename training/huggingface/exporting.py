@@ -109,7 +109,7 @@ def export_checkpoint(
         params = jax.tree.map(np.asarray, merged(restored))
         check_finite(run, views(config, params), allow_nonfinite)
         if adapters:
-            write_adapters(folder, config, restored)
+            write_adapters(folder, config, restored, saved.get("imported"))
             return adapters_in_words(target, at)
         source = _Source(run, saved, config, params)
         packing = _choose_packing(source, at, quantize, scale_rule, calibrate)

@@ -13,6 +13,7 @@ from models.config_file import context_length
 from models.configs import DecoderConfig
 from models.experts.traffic import traffic_text
 from mxjax.products.implementations import choose_implementation
+from mxjax.recipes import get_policy
 from training.config import Config
 from training.files import HUGGINGFACE
 from training.log.metrics import in_words
@@ -51,6 +52,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             f"implementation {choose_implementation(config.precision.implementation)}",
             memory_text(memory, config.remat),
             *traffic_text(model, plan.mesh.shape, config.data.tokens_a_step, config.expert_traffic),
+            *idle_policies(plan.phases),
             *late_flags(config),
             *low_learning_rate(config),
             *flat_learning_rate(config),
@@ -65,6 +67,16 @@ def attention_text(plan: Plan) -> str:
         return "attention over whole sequences, across documents"
     counted = ", where positions restart" if documents.restart_positions else ""
     return f"attention within documents, which end with token {documents.end}{counted}"
+
+
+def idle_policies(phases: Sequence[Phase]) -> list[str]:
+    """Returns warnings of policies that quantize nothing, such as those that --layers replaces everywhere."""
+    plain = {"bf16": get_policy("bf16"), "fp32": get_policy("fp32")}
+    return [
+        f"warning: {phase.policy} quantizes no layer: --layers and --set leave none to it"
+        for phase in phases
+        if phase.policy not in plain and {*phase.layers.policies} <= {*plain.values()}
+    ]
 
 
 def late_flags(config: Config) -> list[str]:

@@ -201,15 +201,15 @@ class Checkpoints:
         Weights that are saved in packed MXFP4 are unpacked, or with `packed` stay as `models.lora` has them.
 
         Raises:
-          ValueError: there is no such step, its files are damaged, it belongs to another model, or it has no
-            average; the message lists the other steps.
+          ValueError: there is no such step, the files of these weights are damaged, it belongs to another
+            model, or it has no average; the message lists the other steps.
         """
         steps = self._manager.all_steps()
         if not steps or step not in (None, *steps):
             which = "" if step is None else f" of step {step}"
             raise ValueError(f"no checkpoint{which} in {self._folder}; there are {sorted(steps) or 'none'}")
         step = max(steps) if step is None else step
-        self._check_files(step)
+        self._check_files(step, "params" if weights is None else "")
         with self._reading(step):
             if weights == "ema":
                 self._check_model(step, like)
@@ -221,10 +221,10 @@ class Checkpoints:
             found = self._manager.restore(step, args=args)["params"]
             return found if packed or not packed_layers else lora.unpacked(found)
 
-    def _check_files(self, step: int) -> None:
-        """Raises ValueError if a checkpoint's files are damaged; the message lists the other steps."""
+    def _check_files(self, step: int, item: str = "") -> None:
+        """Raises ValueError if a checkpoint's files, or an item's, are damaged; it lists the other steps."""
         folder = self._folder / str(step)
-        if problems := find_problems(folder):
+        if problems := find_problems(folder, item=item):
             others = sorted({*self._manager.all_steps()} - {step})
             rest = f"others are {others}" if others else "there is no other checkpoint"
             raise ValueError(f"{describe_damage(folder, problems)}; {rest}")

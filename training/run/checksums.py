@@ -67,7 +67,7 @@ def write_part(folder: pathlib.Path, process: int) -> None:
 
 
 def problems(
-    folder: pathlib.Path, largest: float = float("inf"), share: tuple[int, int] = (0, 1)
+    folder: pathlib.Path, largest: float = float("inf"), share: tuple[int, int] = (0, 1), item: str = ""
 ) -> dict[str, str]:
     """Returns the problems of a checkpoint's files, by file name; empty if there are none.
 
@@ -78,6 +78,7 @@ def problems(
       folder: the checkpoint's folder.
       largest: size in bytes above which only a file's size is compared.
       share: (i, n) checks every n-th file from the i-th on, largest first.
+      item: checks the files of this item alone, such as params.
     """
     if not (folder / NAME).exists():
         return {NAME: MISSING}
@@ -92,7 +93,8 @@ def problems(
     elif _read_metadata(folder) != found["metadata"]:
         wrong[_METADATA] = "is damaged"
     files, (first, step) = found["files"], share
-    names = sorted(files, key=lambda name: (-files[name][0], name))[first::step]
+    names = [name for name in files if name.startswith(item)]
+    names = sorted(names, key=lambda name: (-files[name][0], name))[first::step]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         results = pool.map(lambda name: problem(folder / name, files[name], largest), names)
         return wrong | {name: result for name, result in zip(names, results, strict=True) if result}
@@ -148,7 +150,7 @@ def set_aside_damaged(folder: pathlib.Path) -> list[str]:
     return gather(_file_errors(folder)(lambda: _set_aside(folder, good, damaged)))[0]
 
 
-def find_problems(path: pathlib.Path, largest: float = float("inf")) -> dict[str, str]:
+def find_problems(path: pathlib.Path, largest: float = float("inf"), item: str = "") -> dict[str, str]:
     """Returns `problems` of a checkpoint's folder; each process reads its share of the files.
 
     Raises:
@@ -156,7 +158,7 @@ def find_problems(path: pathlib.Path, largest: float = float("inf")) -> dict[str
       ProcessError: another process raised this error.
     """
     share = jax.process_index(), jax.process_count()
-    shares = gather(_file_errors(path.parent)(lambda: problems(path, largest, share)))
+    shares = gather(_file_errors(path.parent)(lambda: problems(path, largest, share, item)))
     return {name: problem for found in shares for name, problem in found.items()}
 
 

@@ -8,6 +8,7 @@ the same tokenizer.
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,8 +130,10 @@ def _branches(config: Config) -> bool:
 
 def _difference(begun: Any, asked: Any) -> str:
     """Returns how two values differ; a text of a policy leaves out, for example, the seed of its signs."""
+    given = [shlex.join(map(str, v)) if isinstance(v, tuple) and v else v for v in (begun, asked)]
     text = repr if str(begun) == str(asked) else str
-    return f"the run has {text(begun)}, the command line {text(asked)}"
+    said = ["the default" if v in (None, ()) else text(v) for v in given]
+    return f"the run has {said[0]}, the command line {said[1]}"
 
 
 def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None:

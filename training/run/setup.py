@@ -65,7 +65,7 @@ from training.run.resume import (
     read_run_to_resume,
 )
 from training.run.tokens import (
-    check_tokenizer_of,
+    check_same_tokens,
     check_tokens_of,
     checksum_of_data,
     how_to_tokenize,
@@ -92,10 +92,12 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_tensorboard()
     if config.observe.wandb:
         check_wandb()
-    if config.init is not None and config.data.data:
-        check_tokens_of(config.init, "--data", config.data.data[-1])
-        for prefix in parse_blend(config.data.data)[0] if begun is None else ():
-            check_tokenizer_of(config.init, "--data", prefix)
+    prefixes = parse_blend(config.data.data)[0] if is_indexed(config.data.data) else config.data.data
+    if (origin := source or config.init) is not None and begun is None:
+        for prefix in prefixes:
+            check_tokens_of(origin, "--data", prefix)
+    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
+    check_same_tokens(tokenizer, (*prefixes, *config.data.eval_paths.values()))
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)
@@ -104,7 +106,6 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     check_batch(mesh.shape, config.data.batch_size, config.accumulate, fits)
     sequence_parts(mesh.shape, config.data.batch_size // config.accumulate, config.data.seq_len)
     check_phases(mesh.shape, model, phases)
-    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
     plan = Plan(
         config,
         mesh,
@@ -118,7 +119,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         ),
         model,
         phases,
-        saved.get("imported"),
+        imported_from(config.init) if source is None else saved.get("imported"),
         tokenizer,
         documents_of(config.data, corpus) if begun is None else documents_of_run(saved),
         policy_files=files_of(config.precision) if begun is None else files_on_record(saved),
@@ -321,6 +322,12 @@ def description_of(plan: Plan) -> dict[str, Any]:
         "environment": facts() | ({} if (code := commit()) is None else {"commit": code}),
         "mesh": dict(plan.mesh.shape),
     }
+
+
+def imported_from(init: pathlib.Path | None) -> str | None:
+    """Returns the folder of the checkpoint whose weights --init names; None if they have trained since."""
+    saved = {} if init is None else read_run_config(init)
+    return saved.get("imported") if begun_config(saved) is None else None
 
 
 def open_folder(plan: Plan, folder: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ import json
 import pathlib
 import shlex
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from models.received import parse_json
 from training.data.megatron import is_indexed, parse_blend
@@ -39,6 +39,16 @@ def checksum_of_data(data: Sequence[str]) -> str | None:
     """Returns the checksum of the first tokenizer that lies beside --data; None without any."""
     paths = _tokenizers_of(data) if is_indexed(data) else []
     return next((tokens_checksum(path) for path in paths if path.exists()), None)
+
+
+def check_same_tokens(checksum: str | None, prefixes: Iterable[str]) -> None:
+    """Raises ValueError if a tokenizer that lies beside a dataset has other tokens than the run's."""
+    for path in map(tokenizer_path, prefixes):
+        if checksum is not None and path.exists() and tokens_checksum(path) != checksum:
+            raise ValueError(
+                f"{path} has other tokens than the rest of --data and --eval-data; tokenize all texts by one "
+                "--tokenizer"
+            )
 
 
 def _tokenizers_of(data: Sequence[str]) -> list[pathlib.Path]:
@@ -78,11 +88,15 @@ def how_to_tokenize(tokenizer: pathlib.Path, text: str = "FILES") -> str:
 
 
 def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
-    """Raises ValueError if `path` is text, and the run was trained on tokenized data or that is unknown.
+    """Raises ValueError if the dataset or text at `path` has other tokens than a run was trained on.
 
-    Imported weights that have not trained here were trained on tokens of their own tokenizer.
+    Text is refused, too, where the run's tokens are unknown. Imported weights that have not trained here were
+    trained on tokens of their own tokenizer.
     """
-    if is_indexed([path]) or not pathlib.Path(path).exists():
+    if is_indexed([path]):
+        _check_tokenizer(run, flag, path)
+        return
+    if not pathlib.Path(path).exists():
         return
     begun, text = begun_run(run), f"{flag} {path} is text, which is read as bytes"
     if begun is None or not begun.data.data:
@@ -100,11 +114,11 @@ def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
         )
 
 
-def check_tokenizer_of(run: pathlib.Path, flag: str, path: str) -> None:
+def _check_tokenizer(run: pathlib.Path, flag: str, path: str) -> None:
     """Raises ValueError if a tokenizer with other tokens made the dataset `path` than the run's data."""
     own, theirs = own_tokenizer(run), tokenizer_path(path)
     recorded = read_run_config(run).get("tokenizer") or (own and tokens_checksum(own))
-    if recorded is None or not is_indexed([path]) or not theirs.exists():
+    if recorded is None or not theirs.exists():
         return
     if tokens_checksum(theirs) != recorded:
         begun = begun_run(run)

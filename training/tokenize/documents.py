@@ -220,7 +220,8 @@ class Documents:
             return Problem(line, "malformed line", f"it is {error}" if content.strip() else "a blank line")
         text = parsed.get(self._field) if isinstance(parsed, dict) else None
         if not isinstance(text, str):
-            return Problem(line, "malformed line", f"no string called {self._field!r}")
+            instead = "; a list is no document, write each on a line" if isinstance(parsed, list) else ""
+            return Problem(line, "malformed line", f"no string called {self._field!r}{instead}")
         return _checked(line, text)
 
     def _rows(self) -> Iterator[Document | Problem]:

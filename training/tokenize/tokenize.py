@@ -175,7 +175,7 @@ def _shards(job: workers.Job, files: list[str], processes: int) -> list[workers.
     with bar:
         for shard in workers.make(job, files, missing, processes, show) if missing else ():
             done[shard.number] = shard
-            line = f"{shard.path}: {shard.documents:,} documents, {shard.tokens:,} tokens"
+            line = f"{shard.path}: {_size(shard.documents, shard.tokens)}"
             bar.console.print(line, markup=False)
             for line in _problem_lines(shard)[: _SHOWN - shown]:
                 bar.console.print(line, markup=False)
@@ -209,13 +209,17 @@ def _write(prefix: pathlib.Path, job: workers.Job, made: list[workers.Shard], re
     write_atomically(beside(prefix, ".json"), json.dumps(record, indent=1) + "\n")
 
 
+def _size(documents: int, tokens: int) -> str:
+    return f"{documents:,} document{'s' * (documents != 1)}, {tokens:,} token{'s' * (tokens != 1)}"
+
+
 def _problem_lines(shard: workers.Shard) -> list[str]:
     return [f"{shard.path}:{p.line}: {p.kind}: {p.what}" for p in shard.problems]
 
 
 def summary(prefix: str, record: dict[str, Any]) -> str:
     """Returns the printed summary: documents, tokens and problems."""
-    lines = [f"{prefix}: {record['documents']:,} documents, {record['tokens']:,} tokens"]
+    lines = [f"{prefix}: {_size(record['documents'], record['tokens'])}"]
     if record["left_out"]:
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in record["left_out"].items())
         lines.append(f"skipped, see {prefix}.problems.txt: {kinds}")

@@ -11,15 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import parametrize
 
+from models.attention import partial
 from models.attention.documents import first_keys
-from models.attention.partial import (
-    Results,
-    attend_part,
-    attend_part_by_kernel,
-    part_gradients,
-    part_gradients_by_kernel,
-)
+from models.attention.partial import Results, attend_part, attend_part_by_kernel, part_gradients
 from mxjax.kernels.attention import aiter, fused
 from mxjax.kernels.attention.blocks import TABLE
 from mxjax.kernels.attention.fused import fused_attention
@@ -73,9 +69,8 @@ STARTS = np.zeros((2, 150), bool)
 STARTS[0, [3, 64, 65, 131]] = STARTS[1, [0, 40]] = True
 
 
-@pytest.mark.parametrize(
-    ("documents", "window", "with_sinks"),
-    [(True, 0, False), (False, 40, True), pytest.param(True, 33, True, marks=pytest.mark.slow)],
+@parametrize(
+    ("documents", "window", "with_sinks"), (True, 0, False), (False, 40, True), slow=[(True, 33, True)]
 )
 def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with_sinks):
     """In float32, by a mask of all scores and a column of sinks, as transformers' gpt-oss computes it."""
@@ -110,7 +105,7 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
         assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@parametrize("is_causal", False, slow=[True])
 def test_a_part_of_the_keys_equals_xla(is_causal):
     """Results to be merged: sums of exp(scores) are returned, and the gradients take those over all keys."""
     q, k, v, dout = draw(2, 128, 2, 1, 64)
@@ -122,7 +117,7 @@ def test_a_part_of_the_keys_equals_xla(is_causal):
     found = attend_part_by_kernel(None, q, k, v, low, None, is_causal)
     statistics = jnp.where(jnp.isinf(lse), 1.0, lse + 0.5), dout, jnp.ones_like(lse)
     wanted += part_gradients(*wide, low, Results(q, *statistics), is_causal=is_causal)
-    found += part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
+    found += partial.part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
     for got, exact in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(np.isinf(got), np.isinf(exact))
         got, exact = (np.where(np.isinf(x), 0, x) for x in (got, exact))

@@ -15,15 +15,11 @@ def cuda(builds):
 
 @pytest.mark.slow
 def test_cuda_spills_nothing(cuda):
-    assert {kernel["kernel"] for kernel in cuda.values()} == {
-        "gemm_kernel",
-        "quantize_kernel",
-        "quantize_pairs_kernel",
-        "carry_kernel",
-        "sift_kernel",
-        "correct_kernel",
-        "draw_kernel",
+    kernels = {
+        f"{name}_kernel"
+        for name in ["gemm", "quantize", "quantize_pairs", "carry", "sift", "correct", "draw"]
     }
+    assert {kernel["kernel"] for kernel in cuda.values()} == kernels
     assert_spills_nothing(cuda)
 
 
@@ -51,22 +47,14 @@ def opcodes_of(cuda, target, kernel):
 
 
 @pytest.mark.slow
-def test_sm_100_multiplies_in_fp4(cuda):
+def test_cuda_multiplies_in_the_units_of_its_formats(cuda):
     for name, opcodes in opcodes_of(cuda, "sm_100", "gemm_kernel"):
         assert starting(opcodes, "UTCOMMA"), name  # tcgen05.mma of 4-bit operands with block scales
         assert not starting(opcodes, "HMMA", "HGMMA", "UTCHMMA", "UTCQMMA"), name
-
-
-@pytest.mark.slow
-def test_sm_90_multiplies_in_bfloat16(cuda):
-    for kernel in ("gemm_kernel", "correct_kernel"):
-        for name, opcodes in opcodes_of(cuda, "sm_90", kernel):
-            assert starting(opcodes, "HGMMA", "HMMA"), name
-
-
-@pytest.mark.slow
-def test_sm_90_multiplies_lost_rows_in_fp8(cuda):
+    for name, opcodes in opcodes_of(cuda, "sm_90", "gemm_kernel"):
+        assert starting(opcodes, "HGMMA", "HMMA"), name  # bfloat16
     for name, opcodes in opcodes_of(cuda, "sm_90", "correct_kernel"):
+        assert starting(opcodes, "HGMMA", "HMMA"), name
         assert starting(opcodes, "QGMMA"), name  # wgmma of FP8
 
 
@@ -130,11 +118,8 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_unknown_target_names_those_there_are(capsys):
-    assert "gfx950, sm_90, sm_100" in refused(capsys, "--target", "gfx000", "--out", "unused")
-
-
 def test_refuses_the_interpreter_and_unknown_names(capsys, monkeypatch):
+    assert "gfx950, sm_90, sm_100" in refused(capsys, "--target", "gfx000", "--out", "unused")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET" in refused(capsys, "--target", "gfx950", "--out", "unused")
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -203,13 +188,8 @@ def test_without_a_loop_the_whole_kernel_is_counted():
 @pytest.mark.parametrize(
     ("vgprs", "lds_bytes", "warps", "waves"),
     [
-        (64, 0, 4, 8),
-        (65, 0, 4, 7),
-        (128, 0, 4, 4),
-        (256, 0, 8, 2),
-        (512, 0, 4, 1),
-        (64, 80 * 1024, 4, 2),
-        (437, 141280, 4, 1),
+        *((64, 0, 4, 8), (65, 0, 4, 7), (128, 0, 4, 4), (256, 0, 8, 2), (512, 0, 4, 1)),
+        *((64, 80 * 1024, 4, 2), (437, 141280, 4, 1)),
     ],
 )
 def test_occupancy(vgprs, lds_bytes, warps, waves):

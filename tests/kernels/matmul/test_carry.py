@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.marks import parametrize
 
 from mxjax.operands.carriers import carry
 from mxjax.operands.kernel_operand import KernelOperand, decode
@@ -153,14 +154,12 @@ def test_a_lost_row_may_be_the_first_or_the_last(blocks):
     assert_same(got, q, "e5m2")
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("blocks", "carriers"),
-    [
-        (6, ("e4m3", "e5m2")),
-        (6, ("e5m2", "e4m3")),
-        (6, ("e4m3", "e4m3")),
-        pytest.param(257, ("e5m2", "e4m3"), marks=pytest.mark.exhaustive),
-    ],
+    (6, ("e4m3", "e5m2")),
+    (6, ("e5m2", "e4m3")),
+    (6, ("e4m3", "e4m3")),
+    exhaustive=[(257, ("e5m2", "e4m3"))],
 )
 def test_both_operands_of_a_product_are_carried_by_one_launch(blocks, carriers):
     from mxjax.kernels.matmul.carry import carry_operands

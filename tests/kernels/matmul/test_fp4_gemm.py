@@ -18,6 +18,7 @@ from mxjax.runtime.devices import Target, current_target, use_target
 
 GFX950 = Target("hip", "gfx950")
 HERE = None  # what the kernels run on: a GPU, or the interpreter with the tiles meant for it
+each_target = pytest.mark.parametrize("target", [HERE, GFX950], ids=["here", "gfx950"])
 
 
 def built_for(target):
@@ -27,6 +28,11 @@ def built_for(target):
     if current_target().backend != "interpreter":
         pytest.skip(f"{target.arch} is not here")
     return use_target(target)
+
+
+def multiplied(target, *arrays, dtype=jnp.float32):
+    with built_for(target):
+        return matmul(*arrays, dtype=dtype)
 
 
 def draw(rng, batch, rows, k, low=126, high=128):
@@ -53,14 +59,13 @@ def operands(seed, batch, m, n, k, low=126, high=128):
     return (*draw(rng, batch, m, k, low, high), *draw(rng, batch, n, k, low, high))
 
 
-@pytest.mark.parametrize("target", [HERE, GFX950], ids=["here", "gfx950"])
+@each_target
 @pytest.mark.parametrize("shape", shapes.EDGE_GEMMS, ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_products_of_like_scales_are_exact(shape, dtype, target):
     """Every partial sum is a multiple of 2**-4 below 2**20, so that float32 holds it in any order."""
     arrays = operands(0, (shape.batch,), shape.m, shape.n, shape.k)
-    with built_for(target):
-        out = matmul(*arrays, dtype=dtype)
+    out = multiplied(target, *arrays, dtype=dtype)
     np.testing.assert_array_equal(out, product(*arrays).astype(dtype))
 
 
@@ -75,35 +80,31 @@ def test_products_of_like_scales_are_exact(shape, dtype, target):
 )
 def test_any_shape(batch, m, n, blocks, target, seed):
     arrays = operands(seed, batch, m, n, 32 * blocks)
-    with built_for(target):
-        out = matmul(*arrays, dtype=jnp.float32)
-    np.testing.assert_array_equal(out, product(*arrays).astype(np.float32))
+    np.testing.assert_array_equal(multiplied(target, *arrays), product(*arrays).astype(np.float32))
 
 
-@pytest.mark.parametrize("target", [HERE, GFX950], ids=["here", "gfx950"])
+@each_target
 def test_scales_far_apart(target):
     """Within the error of float32 sums where products span 2**120."""
     arrays = operands(1, (2,), 40, 50, 320, low=97, high=157)
-    with built_for(target):
-        out = matmul(*arrays, dtype=jnp.float32)
+    out = multiplied(target, *arrays)
     magnitude = np.abs(decode(*arrays[:2])) @ np.abs(decode(*arrays[2:])).swapaxes(-1, -2)
     assert np.all(np.abs(out - product(*arrays)) <= 320 * 2.0**-24 * magnitude)
 
 
-@pytest.mark.parametrize("target", [HERE, GFX950], ids=["here", "gfx950"])
+@each_target
 def test_nan_scales_reach_their_row_and_column_only(target):
     lhs, lhs_scales, rhs, rhs_scales = operands(2, (2,), 70, 40, 288)
     lhs_scales[0, 3, 8] = 255  # in the remainder of k
     rhs_scales[1, 39, 0] = 255
-    with built_for(target):
-        out = np.asarray(matmul(lhs, lhs_scales, rhs, rhs_scales, dtype=jnp.float32))
+    out = multiplied(target, lhs, lhs_scales, rhs, rhs_scales)
     expected = np.zeros(out.shape, bool)
     expected[0, 3] = True
     expected[1, :, 39] = True
     np.testing.assert_array_equal(np.isnan(out), expected)
 
 
-@pytest.mark.parametrize("target", [HERE, GFX950], ids=["here", "gfx950"])
+@each_target
 @pytest.mark.parametrize(("left", "right"), [(0, 254), (254, 0), (0, 127 + 60), (254, 127 - 60), (127, 0)])
 def test_smallest_and_largest_scales(left, right, target):
     """Byte 0 is 2**-127, a subnormal of float32; 254 is 2**127, where elements of 2 are beyond float32."""

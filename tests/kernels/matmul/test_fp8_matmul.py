@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import parametrize
 
 from mxjax.kernels.matmul import fp8_matmul
 from mxjax.kernels.matmul.carry import carry_operand
@@ -64,7 +65,7 @@ def without(q: KernelOperand, block: int) -> KernelOperand:
     return KernelOperand(q.elements.at[..., 16 * block : 16 * block + 16].set(0), q.scales)
 
 
-@pytest.mark.parametrize("far", [10, 100, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 40))])
+@parametrize("far", 10, 100, slow=[0, 40])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("carriers", [CARRIERS, ("e5m2", "e4m3")], ids=" x ".join)
 def test_elements_that_fp8_does_not_hold_are_multiplied_right(far, side, carriers):
@@ -345,7 +346,7 @@ def batch_of_groups():
     return spread(0, (3, 40, 8), 2, (90, 4)), operand(1, (3, 19, 8), 4), ("e5m2", "e4m3")
 
 
-@pytest.mark.parametrize("draw", [batch_of_lost_rows, pytest.param(batch_of_groups, marks=pytest.mark.slow)])
+@parametrize("draw", batch_of_lost_rows, slow=[batch_of_groups])
 def test_each_of_a_batch_is_put_right_by_itself(draw):
     lhs, rhs, carriers = draw()
     multiply = functools.partial(product, carriers=carriers)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.dots import assert_same
 from support.gpu import HAS_GPU
+from support.marks import parametrize
 from test_fp4_gemm import GFX950, HERE, built_for, decode, draw
 
 import mxjax
@@ -83,12 +84,8 @@ def test_products_of_like_scales_are_exact(carriers, target):
             np.testing.assert_array_equal(y, wanted.astype(dtype))
 
 
-@pytest.mark.parametrize(
-    "carriers",
-    [("e5m2", "e4m3"), *(pytest.param((c, c), marks=pytest.mark.slow) for c in ("e4m3", "e5m2"))],
-    ids=str,
-)
-@pytest.mark.parametrize("k", [96, pytest.param(8224, marks=pytest.mark.exhaustive)])
+@parametrize("carriers", ("e5m2", "e4m3"), slow=[*((c, c) for c in ("e4m3", "e5m2"))], ids=str)
+@parametrize("k", 96, exhaustive=[8224])
 def test_what_carriers_lose_is_recomputed(carriers, k):
     """Scales span more than FP8 does, so that rows of both operands lose elements, near and far.
 
@@ -157,10 +154,8 @@ def products(x, w, dy, sizes, *, policy, implementation):
     return y, *vjp(dy)
 
 
-@pytest.mark.parametrize("implementation", ["fp8_carriers", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "policy", ["wgrad_hadamard", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fprop", "bf16", "fp8"))]
-)
+@parametrize("implementation", "fp8_carriers", slow=["triton"])
+@parametrize("policy", "wgrad_hadamard", slow=["fprop", "bf16", "fp8"])
 def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implementation):
     """Without what no expert reads, which is NaN; scales span forty binades.
 
@@ -210,6 +205,17 @@ def test_hoppers_quantizer_fills_up_runs_itself(on_hopper, rotation):
     assert takes_filled(x, uses, at.run, at.experts.size * at.run)
     wanted = [pack_by_definition(r.filled(x), use) for use in uses]
     assert_same(jax.tree.leaves(quantize_filled(x, uses, at)), jax.tree.leaves(wanted))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="XLA rewrites calls in loops for GPUs alone")
+def test_layers_in_a_loop_are_each_by_itself():
+    """XLA once let calls that work in place write the loop's arrays, without what they were to begin with."""
+    given = [jnp.stack(t) for t in zip(*(tensors(150, span) for span in (40, 0, 20)), strict=True)]
+    options = {"sizes": jnp.array(SIZES), "policy": "wgrad_hadamard", "implementation": None}
+    run = functools.partial(products.__wrapped__, **options)
+    looped = jax.jit(lambda *given: jax.lax.map(lambda each: run(*each), given))(*given)
+    for i in range(3):
+        assert_same([t[i] for t in looped], jax.jit(run)(*(t[i] for t in given)))
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter sums by numpy")

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 from support import oracles
+from support.tensors import each_element
 
 import mxjax
 from mxjax.numerics import formats
-
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
-each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 
 E2M1_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 

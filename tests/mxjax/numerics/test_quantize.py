@@ -14,18 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
-from support import oracles
-from support.tensors import (
-    E2M1,
-    MX_ELEMENTS,
-    assert_parts,
-    assert_same,
-    elements,
-    info,
-    scale_bytes,
-    subnormal_range,
-    wide_range,
-)
+from support import oracles, tensors
+from support.tensors import E2M1, assert_parts, assert_same, elements, info, scale_bytes, wide_range
 
 import mxjax
 from mxjax.numerics.quantize import quantize_unpacked
@@ -34,7 +24,7 @@ from mxjax.numerics.scales import ScaleRule
 RULES = [rule for rule in get_args(ScaleRule) if rule != "quest"]  # those of the largest magnitude
 each_rule = pytest.mark.parametrize("rule", RULES)
 each_format_and_rule = pytest.mark.parametrize(
-    ("name", "rule"), [(f, r) for f in MX_ELEMENTS for r in RULES if r != "uos" or f == "mxfp4"]
+    ("name", "rule"), [(f, r) for f in tensors.MX_ELEMENTS for r in RULES if r != "uos" or f == "mxfp4"]
 )
 FLOAT32_MAX = np.finfo(np.float32).max
 
@@ -63,7 +53,7 @@ def test_floor_matches_gfloats_blocks(name):
 @each_format_and_rule
 def test_quantize_matches_numpy_for_each_rule(name, rule):
     largest = np.resize(np.float32([FLOAT32_MAX, -FLOAT32_MAX, 2.0**127, 1, 2.0**-149]), 32)
-    x = np.concatenate([wide_range(15, 32), subnormal_range(), largest[None]])
+    x = np.concatenate([wide_range(15, 32), tensors.subnormal_range(), largest[None]])
     assert_parts(mxjax.quantize(x, name, scale_rule=rule), *oracles.quantize(x, info(name), rule))
 
 
@@ -208,12 +198,12 @@ def test_numpy_and_jax_arrays_are_alike():
 # --- properties
 
 floats = functools.partial(st.floats, width=32, allow_nan=False, allow_infinity=False)
-tensors = hnp.arrays(np.float32, (2, 32), elements=floats(-(2.0**100), 2.0**100))
+two_blocks = hnp.arrays(np.float32, (2, 32), elements=floats(-(2.0**100), 2.0**100))
 
 
 @each_format_and_rule
 @settings(max_examples=8)
-@given(x=tensors)
+@given(x=two_blocks)
 @example(x=np.full((2, 32), 1.5, np.float32))
 def test_any_blocks_are_those_of_numpy(name, rule, x):
     assert_parts(mxjax.quantize(x, name, scale_rule=rule), *oracles.quantize(x, info(name), rule))

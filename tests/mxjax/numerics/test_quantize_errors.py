@@ -32,11 +32,7 @@ X = np.ones((3, 64), np.float32)
     [
         (lambda: mxjax.quantize([1.0]), TypeError, r"x to be an array, not list; pass jnp\.asarray\(x\)"),
         (lambda: mxjax.quantize(mxjax.quantize(X)), TypeError, r"pass mxjax\.dequantize\(x\)"),
-        (
-            lambda: mxjax.quantize(jnp.float32(1)),
-            ValueError,
-            "quantize needs an array with an axis, got a scalar",
-        ),
+        (lambda: mxjax.quantize(jnp.float32(1)), ValueError, "quantize needs an array with an axis, got"),
         *(
             (
                 lambda dtype=dtype: mxjax.quantize(X.astype(dtype)),
@@ -45,11 +41,7 @@ X = np.ones((3, 64), np.float32)
             )
             for dtype in (np.int32, np.uint8, np.bool_)
         ),
-        (
-            lambda: mxjax.quantize(X[0], block_shape=(32, 32)),
-            ValueError,
-            "axis to be one of the last two, got -1 of 1",
-        ),
+        (lambda: mxjax.quantize(X[0], block_shape=(32, 32)), ValueError, "one of the last two, got -1 of 1"),
         (lambda: mxjax.quantize(X, axis=1.0), TypeError, "quantize needs axis to be an integer"),
         (lambda: mxjax.rotate(X, axis=None), TypeError, "rotate needs axis to be an integer"),
         (lambda: mxjax.quantize(X, key=3), TypeError, "must be a JAX key, got 3"),
@@ -62,18 +54,14 @@ X = np.ones((3, 64), np.float32)
         ),
         (lambda: mxjax.pack([1.0]), ValueError, "pack needs float4_e2m1fn elements, got list"),
         (lambda: mxjax.pack(X), ValueError, "elements, got float32; quantize to mxfp4"),
-        (
-            lambda: mxjax.pack(mxjax.quantize(X, "mxfp8_e4m3")),
-            ValueError,
-            "needs float4_e2m1fn elements, got float8_e4m3fn",
-        ),
+        (lambda: mxjax.pack(mxjax.quantize(X, "mxfp8_e4m3")), ValueError, "elements, got float8_e4m3fn"),
         (lambda: mxjax.pack(jnp.ones((), "float4_e2m1fn")), ValueError, "pack needs an array with an axis"),
         (lambda: mxjax.unpack(X), TypeError, "the uint8 array that pack returns, got float32"),
         (lambda: mxjax.unpack(mxjax.quantize(X)), TypeError, r"got MXArray; pass mxjax\.pack\(q\)"),
         (
             lambda: mxjax.unpack(jnp.ones(3, jnp.uint8), size=4),
             ValueError,
-            "3 bytes along axis 0 for 4 elements",
+            "bytes along axis 0 for 4 elements",
         ),
         (lambda: mxjax.unpack(jnp.uint8(1)), ValueError, "unpack needs an array with an axis"),
     ],

@@ -7,11 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import oracles
+from support.tensors import each_element
 
 from mxjax.numerics import formats, rounding
-
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
-each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 
 round_nearest = jax.jit(rounding.round_nearest, static_argnums=1)
 stochastic_round = jax.jit(rounding.stochastic_round, static_argnums=1)

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 from support import oracles
+from support.tensors import ELEMENTS, each_element
 
 import mxjax
 from mxjax.numerics import formats, scales
 
-ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
 RULES = [rule for rule in get_args(scales.ScaleRule) if rule != "quest"]  # those of the largest magnitude
 DEFINED = [(r, e) for r in RULES for e in ELEMENTS if r != "uos" or e is formats.E2M1]
 BYTES = np.arange(256)
@@ -111,7 +111,7 @@ def test_divide_by_nan_scale_gives_zero():
     assert_same_bits(divide_by_scale(x, 255), np.zeros(6))
 
 
-@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+@each_element
 def test_multiply_by_scale_is_exact_for_every_value_and_byte(element):
     grid = oracles.grid(oracles.ELEMENT_INFO[element.name]).astype(np.float32)
     x = np.concatenate([grid, -grid])[:, None]

@@ -48,7 +48,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": null}', "wgrad must be an object"),
         (
             '{"wgrad": {"lhs": {"scale_rul": "even"}}}',
-            "wgrad.lhs has no field 'scale_rul'; did you mean 'scale_rule'?",
+            "wgrad.lhs has no field 'scale_rul'; did you mean 'scale_",
         ),
         ('{"wgrad": {"lhs": {"format": "mxpf4"}}}', "wgrad.lhs: unknown format 'mxpf4'"),
         ('{"wgrad": {"lhs": {"format": 4}}}', "wgrad.lhs.format must be a string, got 4"),
@@ -66,10 +66,7 @@ def test_fields_left_out_have_their_defaults():
         ('{"wgrad": {"lhs": {"block_shape": 65537}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
         ('{"wgrad": {"lhs": {"block_shape": [257, 256]}}}', "wgrad.lhs: block_shape may hold at most 65,536"),
         ('{"wgrad": {"rotation": {"seed": 4294967296}}}', "wgrad.rotation: Rotation needs seed to be from 0"),
-        (
-            '{"wgrad": {"lhs": {"format": "nvfp4", "eden": 65552}}}',
-            "wgrad.lhs: eden must be an integer of at",
-        ),
+        ('{"wgrad": {"lhs": {"format": "nvfp4", "eden": 65552}}}', "wgrad.lhs: eden must be an integer of"),
         ('{"wgrad": {"rotation": {"seed": -1}}}', "wgrad.rotation: Rotation needs seed to be from 0"),
         ('{"wgrad": {"rotation": {"size": 17}}}', "wgrad.rotation: Rotation needs size to be one of"),
         ('{"wgrad": {"rotation": {"size": 16.0}}}', "wgrad.rotation.size must be an integer"),
@@ -173,6 +170,7 @@ def test_only_the_result_of_all_changes_must_be_a_policy():
         ("wgrad=mxfp4", "a path is GEMM.OPERAND.FIELD"),
         ("wgrad.rhs.rounding=stochasticly", "wgrad.rhs: unknown rounding 'stochasticly'"),
         ("wgrad.rotation.sign=redrawn", "did you mean 'signs'?"),
+        ("wgrad.lhs.block_shape=" + "[" * 100_000, "block_shape"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused(change, message):
@@ -180,22 +178,18 @@ def test_a_change_that_cannot_be_is_refused(change, message):
         set_fields(Policy(), [change])
 
 
-def test_changes_are_a_sequence_of_texts():
-    with pytest.raises(TypeError, match=re.escape("write ['wgrad.rotation.size=16']")):
-        set_fields(Policy(), "wgrad.rotation.size=16")
-
-
 @pytest.mark.parametrize(
-    "call",
+    ("call", "correct"),
     [
-        policy_to_json,
-        lambda name: set_fields(name, ["wgrad.rotation.size=16"]),
-        lambda name: mxjax.with_scale_rule(name, "even"),
+        (lambda: policy_to_json("wgrad"), "mxjax.get_policy('wgrad')"),
+        (lambda: set_fields("wgrad", ["wgrad.rotation.size=16"]), "mxjax.get_policy('wgrad')"),
+        (lambda: mxjax.with_scale_rule("wgrad", "even"), "mxjax.get_policy('wgrad')"),
+        (lambda: set_fields(Policy(), "wgrad.rotation.size=16"), "['wgrad.rotation.size=16']"),
     ],
 )
-def test_a_name_is_refused_with_what_to_write(call):
-    with oracles.types_unchecked(), pytest.raises(TypeError, match=r"write mxjax\.get_policy\('wgrad'\)"):
-        call("wgrad")
+def test_an_argument_of_another_type_is_refused_with_what_to_write(call, correct):
+    with oracles.types_unchecked(), pytest.raises(TypeError, match=re.escape(f"write {correct}")):
+        call()
 
 
 def test_numbers_may_be_numpys():
@@ -223,11 +217,6 @@ def test_what_constructs_comes_back_from_json(part, field):
         policy = Policy(dgrad=Gemm(one) if isinstance(one, Operand) else Gemm(rotation=one))
         with oracles.types_unchecked():
             assert policy_from_json(policy_to_json(policy)) == policy
-
-
-def test_a_value_of_many_brackets_is_no_value():
-    with pytest.raises((TypeError, ValueError), match="block_shape"):
-        set_fields(mxjax.get_policy("wgrad"), ["wgrad.lhs.block_shape=" + "[" * 100_000])
 
 
 NAMES = st.sampled_from(

@@ -11,20 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dots import (
-    ASSORTED,
-    DETERMINISTIC,
-    FP32,
-    IMPLEMENTATIONS,
-    NEAREST,
-    assert_same,
-    check_products,
-    expected_products,
-    float64,
-    inputs,
-    lowered,
-    products,
-)
+from support import dots
+from support.dots import ASSORTED, DETERMINISTIC, IMPLEMENTATIONS, NEAREST, assert_same, inputs, products
+from support.marks import parametrize
 
 import mxjax
 from mxjax import Gemm, Operand
@@ -46,9 +35,9 @@ ALL = [*IMPLEMENTATIONS, "fp8_carriers", "scaled_dot"]
 def test_products_are_those_of_the_dequantized_operands(name):
     policy = DETERMINISTIC[name]
     x, w, dy = inputs()
-    expected = expected_products(x, w, dy, policy)
+    expected = dots.expected_products(x, w, dy, policy)
     for implementation in IMPLEMENTATIONS:
-        check_products(products(x, w, dy, policy=policy, implementation=implementation), expected)
+        dots.check_products(products(x, w, dy, policy=policy, implementation=implementation), expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -80,15 +69,15 @@ def test_products_of_other_dtypes_are_rounded_once(x_dtype, w_dtype, y_dtype, im
     x, w, dy = inputs()
     x, w, dy = x.astype(x_dtype), w.astype(w_dtype), dy.astype(y_dtype)
     actual = products(x, w, dy, policy=NEAREST, implementation=implementation)
-    for a, (value, magnitude) in zip(actual, expected_products(x, w, dy, NEAREST), strict=True):
+    for a, (value, magnitude) in zip(actual, dots.expected_products(x, w, dy, NEAREST), strict=True):
         rounding = float(jnp.finfo(a.dtype).eps) / 2 * np.abs(value) + 2.0**-20 * magnitude
-        assert np.all(np.abs(float64(a) - value) <= rounding)
+        assert np.all(np.abs(dots.float64(a) - value) <= rounding)
 
 
 def test_master_weights_are_quantized_from_float32():
     # 1.25 and its neighbour above are one bfloat16 number, and round to different elements.
     x, w = jnp.ones((1, 1), jnp.bfloat16), jnp.full((1, 1), 1.25 + 2**-12, jnp.float32)
-    policy = dataclasses.replace(FP32, fprop=Gemm(Operand("bf16"), Operand(scale_rule="floor")))
+    policy = dataclasses.replace(dots.FP32, fprop=Gemm(Operand("bf16"), Operand(scale_rule="floor")))
     assert mxjax.dot(x, 4 * w, policy=policy) == 6
     assert mxjax.dot(x, 4 * w.astype(jnp.bfloat16), policy=policy) == 4
 
@@ -96,46 +85,26 @@ def test_master_weights_are_quantized_from_float32():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_preferred_element_type_is_the_dtype_of_the_result_alone(implementation):
     x, w, dy = inputs(dtype=jnp.bfloat16)
-
-    def product(x, w):
-        return mxjax.dot(
-            x, w, policy=NEAREST, implementation=implementation, preferred_element_type=jnp.float32
-        )
-
-    y, vjp = jax.vjp(product, x, w)
-    dx, dw = vjp(dy.astype(jnp.float32))
-    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    options = {"implementation": implementation, "preferred_element_type": jnp.float32}
+    found = products(x, w, dy, policy=NEAREST, **options)
+    assert [t.dtype for t in found] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
     # Float32 all the way, not a bfloat16 result converted.
-    check_products((y,), expected_products(x, w, dy, NEAREST)[:1])
+    dots.check_products(found[:1], dots.expected_products(x, w, dy, NEAREST)[:1])
 
 
-@pytest.mark.parametrize(
-    ("x_shape", "d_out"),
-    [
-        ((1, 1), 1),
-        ((2, 3, 65), 4),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (((33,), 5), ((64, 1), 3))),
-    ],
-    ids=str,
-)
+@parametrize(("x_shape", "d_out"), ((1, 1), 1), ((2, 3, 65), 4), slow=[((33,), 5), ((64, 1), 3)], ids=str)
 def test_any_shape(x_shape, d_out):
     policy = mxjax.get_policy("wgrad_hadamard")
     x, w, dy = inputs(x_shape, d_out)
-    check_products(products(x, w, dy, policy=policy), expected_products(x, w, dy, policy))
+    dots.check_products(products(x, w, dy, policy=policy), dots.expected_products(x, w, dy, policy))
 
 
 @pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "implementation"),
-    [
-        *((name, "xla") for name in ("fp32", "wgrad", "ms_fp4")),
-        *(("wgrad_hadamard", i) for i in ("xla", "fp8_carriers")),
-        *(
-            pytest.param("wgrad_hadamard", i, marks=pytest.mark.slow)
-            for i in ALL
-            if i not in ("xla", "fp8_carriers")
-        ),
-    ],
+    *((name, "xla") for name in ("fp32", "wgrad", "ms_fp4")),
+    *(("wgrad_hadamard", i) for i in ("xla", "fp8_carriers")),
+    slow=[*(("wgrad_hadamard", i) for i in ALL if i not in ("xla", "fp8_carriers"))],
 )
 def test_an_empty_axis_gives_an_empty_or_zero_product(tokens, d_in, d_out, name, implementation):
     x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))
@@ -171,10 +140,10 @@ def test_without_a_tensor_scale_small_gradients_need_a_scaled_loss():
 def test_a_power_of_two_scales_the_weight_or_the_result():
     x, w, dy = inputs()
     dot = functools.partial(mxjax.dot, policy="wgrad_hadamard")
-    (y, backward), (other, other_backward) = (
-        jax.vjp(function, x, w) for function in (lambda x, w: dot(x, w / 8), lambda x, w: dot(x, w) / 8)
+    assert_same(
+        dots.with_gradients(lambda x, w: dot(x, w / 8), x, w, dy=dy),
+        dots.with_gradients(lambda x, w: dot(x, w) / 8, x, w, dy=dy),
     )
-    assert_same((y, *backward(dy)), (other, *other_backward(dy)))
 
 
 @pytest.mark.parametrize("implementation", ALL)
@@ -216,9 +185,9 @@ def test_none_runs_the_implementation_it_logs():
 
 @pytest.mark.parametrize("name", ["wgrad_hadamard", "primus_turbo", "fp8"])
 def test_xla_multiplies_in_bfloat16_and_accumulates_in_float32(name):
-    text = lowered(name, jnp.bfloat16)
-    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert len(dots) == 3
-    for line in dots:
+    text = dots.lowered(name, jnp.bfloat16)
+    found = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(found) == 3
+    for line in found:
         assert re.search(r"\(tensor<\w+xbf16>, tensor<\w+xbf16>\) -> tensor<\w+xf32>", line), line
     assert "f64" not in text

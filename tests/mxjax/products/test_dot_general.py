@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.dots import IMPLEMENTATIONS, NEAREST, check_products, draw, float64, operand_values
+from support import dots
+from support.dots import IMPLEMENTATIONS, NEAREST, assert_near, check_products, draw, with_gradients
 
 import mxjax
 from mxjax import Operand
@@ -35,15 +36,11 @@ def test_dot_general_is_that_of_lax(name):
     lhs_shape, rhs_shape, dims = DIMENSION_NUMBERS[name]
     lhs, rhs = draw(*lhs_shape, seed=7), draw(*rhs_shape, seed=8)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(dot_general, lhs, rhs):
-        y, vjp = jax.vjp(lambda lhs, rhs: dot_general(lhs, rhs, dims), lhs, rhs)
-        return y, *vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
-
-    actual = run(functools.partial(mxjax.dot_general, policy="fp32"), lhs, rhs)
-    expected = run(functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST), lhs, rhs)
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6 * np.max(np.abs(e)), strict=True)
+    run = jax.jit(with_gradients, static_argnums=0)
+    actual = run(lambda *both: mxjax.dot_general(*both, dims, policy="fp32"), lhs, rhs)
+    expected = run(lambda *both: lax.dot_general(*both, dims, precision="highest"), lhs, rhs)
+    assert_near(actual, expected, 1e-6, 1e-6)
+    assert [(t.shape, t.dtype) for t in actual] == [(t.shape, t.dtype) for t in expected]
 
 
 def test_dot_general_contracts_several_axes_as_one():
@@ -60,15 +57,11 @@ def test_dot_general_quantizes_each_matrix_of_a_batch(implementation):
     dims = (((3,), (3,)), ((0, 2), (0, 2)))
     policy = mxjax.get_policy("wgrad")
 
-    @jax.jit
-    def run(q, k, dy):
-        y, vjp = jax.vjp(
-            lambda q, k: mxjax.dot_general(q, k, dims, policy=policy, implementation=implementation), q, k
-        )
-        return y, *vjp(dy)
+    def scores(q, k):
+        return mxjax.dot_general(q, k, dims, policy=policy, implementation=implementation)
 
     def values(t, axis):
-        return float64(operand_values(t, axis, Operand()))
+        return dots.float64(dots.operand_values(t, axis, Operand()))
 
     def product(equation, lhs, rhs):
         return np.einsum(equation, lhs, rhs), np.einsum(equation, np.abs(lhs), np.abs(rhs))
@@ -78,7 +71,7 @@ def test_dot_general_quantizes_each_matrix_of_a_batch(implementation):
         product("bhqk,bkhc->bqhc", values(dy, 3), values(k, 1)),
         product("bqhc,bhqk->bkhc", values(q, 1), values(dy, 2)),
     )
-    check_products(run(q, k, dy), expected)
+    check_products(jax.jit(functools.partial(with_gradients, scores))(q, k, dy=dy), expected)
 
 
 @pytest.mark.parametrize(

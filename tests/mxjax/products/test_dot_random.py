@@ -1,29 +1,15 @@
 """Random bits that `dot` draws from its key: signs of rotations and stochastic rounding."""
 
 import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dots import (
-    AMAZON,
-    ASSORTED,
-    DEQUANTIZED,
-    FP32,
-    IMPLEMENTATIONS,
-    RANDOM_FPROP,
-    STOCHASTIC,
-    assert_same,
-    draw,
-    everywhere,
-    float64,
-    gemm,
-    inputs,
-    lowered,
-    products,
-)
+from support import dots
+from support.dots import ASSORTED, FP32, RANDOM_FPROP, STOCHASTIC, assert_same, draw, gemm, inputs, products
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -33,9 +19,8 @@ from mxjax.products.draws import uses_of
 def test_implementations_agree_on_the_same_random_bits():
     x, w, dy = inputs()
     key = jax.random.key(3)
-    reference, xla = (products(x, w, dy, key, policy=ASSORTED, implementation=i) for i in IMPLEMENTATIONS)
-    for r, a in zip(reference, xla, strict=True):
-        np.testing.assert_allclose(a, r, rtol=0, atol=1e-6 * np.max(np.abs(r)))
+    run = functools.partial(products, x, w, dy, key, policy=ASSORTED)
+    dots.assert_near(run(implementation="xla"), run(implementation="reference"), 1e-6)
 
 
 @pytest.mark.parametrize("signs", ["none", "fixed", "redrawn"])
@@ -49,7 +34,7 @@ def test_only_redrawn_signs_depend_on_the_key(signs):
 def test_fixed_signs_depend_on_their_seed():
     x, w, _ = inputs()
     first, second = (
-        mxjax.dot(x, w, policy=everywhere(Operand(), Rotation(16, "fixed", seed))) for seed in (0, 1)
+        mxjax.dot(x, w, policy=dots.everywhere(Operand(), Rotation(16, "fixed", seed))) for seed in (0, 1)
     )
     assert not np.array_equal(first, second)
 
@@ -104,13 +89,13 @@ def z_scores(policy: Policy, draws: int = 512) -> np.ndarray:
         values = jax.vmap(lambda k: jnp.stack(products(s, s, s, k, policy=policy)))(keys)
         return jnp.mean(values, 0), jnp.std(values, 0, ddof=1)
 
-    mean, std = (float64(m) for m in moments(s, jax.random.key(1)))
-    return (mean - float64(s) @ float64(s)) / (std / np.sqrt(draws) + 1e-6)
+    mean, std = (dots.float64(m) for m in moments(s, jax.random.key(1)))
+    return (mean - dots.float64(s) @ dots.float64(s)) / (std / np.sqrt(draws) + 1e-6)
 
 
 def test_stochastic_rounding_without_clipping_has_unbiased_products():
     rceil = Operand("mxfp4", scale_rule="rceil", rounding="stochastic")
-    z = z_scores(Policy(gemm(AMAZON), gemm(AMAZON, Rotation(64, "redrawn")), gemm(rceil)))
+    z = z_scores(Policy(gemm(dots.AMAZON), gemm(dots.AMAZON, Rotation(64, "redrawn")), gemm(rceil)))
     # A normal number exceeds 5 once in 1.7 million; there are 3072 products.
     assert np.max(np.abs(z)) < 5
     np.testing.assert_allclose(np.std(z, axis=(1, 2)), 1, atol=0.12)
@@ -119,7 +104,7 @@ def test_stochastic_rounding_without_clipping_has_unbiased_products():
 # An identity matrix in the other operand shows what was multiplied.
 def test_dequantized_operands_are_those_of_the_same_forward_pass():
     bf16 = Operand("bf16")  # holds values of MXFP4 exactly
-    policy = Policy(gemm(STOCHASTIC), Gemm(bf16, DEQUANTIZED), Gemm(DEQUANTIZED, bf16))
+    policy = Policy(gemm(STOCHASTIC), Gemm(bf16, dots.DEQUANTIZED), Gemm(dots.DEQUANTIZED, bf16))
     t, eye = draw(32, 32, seed=4), jnp.eye(32)
     key = jax.random.key(0)
     w_multiplied, w_seen, _ = products(eye, t, eye, key, policy=policy)
@@ -133,5 +118,5 @@ def test_dequantized_operands_are_those_of_the_same_forward_pass():
     [("wgrad_hadamard", False), ("primus_turbo", False), ("fp8", False), ("wgrad_sr", True)],
 )
 def test_random_bits_are_generated_where_they_are_needed(name, draws):
-    text = lowered(name, jnp.bfloat16, jax.random.key(0) if draws else None)
+    text = dots.lowered(name, jnp.bfloat16, jax.random.key(0) if draws else None)
     assert bool(re.search("threefry|rng|random|philox|mulhi", text)) == draws

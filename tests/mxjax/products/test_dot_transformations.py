@@ -1,36 +1,24 @@
 """`dot` under jit, vmap, scan, remat and derivatives."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dots import (
-    ASSORTED,
-    FP32,
-    NEAREST,
-    RANDOM_FPROP,
-    STOCHASTIC,
-    assert_same,
-    inputs,
-    jitted_products,
-    products,
-)
+from support import dots
+from support.dots import ASSORTED, NEAREST, RANDOM_FPROP, assert_near, assert_same, inputs, products
+from support.marks import parametrize
 from support.oracles import types_unchecked
 
 import mxjax
-from mxjax import Gemm, Operand
-
-RANDOM_WGRAD = dataclasses.replace(FP32, fprop=NEAREST.fprop, wgrad=Gemm(STOCHASTIC, Operand()))
 
 
 @pytest.mark.parametrize("policy", [NEAREST, ASSORTED], ids=["nearest", "assorted"])
 def test_jit_and_eager_agree_bit_for_bit(policy):
     x, w, dy = inputs()
     key = jax.random.key(0)
-    assert_same(jitted_products(x, w, dy, key, policy=policy), products(x, w, dy, key, policy=policy))
+    assert_same(dots.jitted_products(x, w, dy, key, policy=policy), products(x, w, dy, key, policy=policy))
 
 
 # A scale for the whole tensor (FP8) is one for each of the batch, and all draw the same random bits.
@@ -40,9 +28,7 @@ def test_vmap_equals_a_loop():
     run = functools.partial(products, policy=ASSORTED)
     mapped = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))(*stacked, key)
     looped = [run(*(t[i] for t in stacked), key) for i in range(2)]
-    for m, *one_by_one in zip(mapped, *looped, strict=True):
-        expected = np.stack(one_by_one)
-        np.testing.assert_allclose(m, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
+    assert_near(mapped, map(np.stack, zip(*looped, strict=True)), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +48,10 @@ def test_remat_replays_the_random_bits(policy):
     key = jax.random.key(0)
     tanhs = [jax.jit(f).lower(x, w, key).as_text().count("stablehlo.tanh") for f in (remat, plain)]
     assert tanhs == [4, 2]
-    for actual, expected in zip(jax.jit(remat)(x, w, key), jax.jit(plain)(x, w, key), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    assert_same(jax.jit(remat)(x, w, key), jax.jit(plain)(x, w, key))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [ASSORTED, pytest.param(mxjax.get_policy("quartet2"), marks=pytest.mark.slow)],
-    ids=["assorted", "quartet2"],
-)
+@parametrize("policy", ASSORTED, slow=[mxjax.get_policy("quartet2")], ids=["assorted", "quartet2"])
 def test_an_exported_program_takes_any_number_of_tokens(policy):
     """Each policy pads, rotates and rounds stochastically along the tokens."""
     key, (x, w, dy) = jax.random.key(0), inputs()
@@ -103,11 +84,8 @@ def test_empty_shards_have_gradients(tokens, d_in, d_out):
     mesh, rows = jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,)), jax.P("d")
     x, w, dy = jnp.ones((tokens, d_in)), jnp.ones((d_in, d_out)), jnp.ones((tokens, d_out))
 
-    def of_shard(x, w, dy):
-        y, vjp = jax.vjp(functools.partial(mxjax.dot, policy="wgrad"), x, w)
-        return y, *vjp(dy)
-
-    run = jax.shard_map(of_shard, mesh=mesh, in_specs=(rows, jax.P(), rows), out_specs=(rows, rows, jax.P()))
+    shard = functools.partial(products, policy="wgrad")
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(rows, jax.P(), rows), out_specs=(rows, rows, jax.P()))
     assert [t.shape for t in jax.eval_shape(run, x, w, dy)] == [dy.shape, x.shape, w.shape]
 
 

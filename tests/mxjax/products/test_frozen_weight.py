@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dots import assert_same, inputs
+from support.dots import assert_same, inputs, with_gradients
+from support.marks import parametrize
 
 import mxjax
 from examples import lora
@@ -21,14 +22,11 @@ Q = mxjax.quantize(W, axis=0)
 
 @functools.partial(jax.jit, static_argnames=("policy", "implementation"))
 def y_and_dx(x, w, dy, policy, implementation=None):
-    def product(x):
-        return mxjax.dot(x, w, policy=policy, key=jax.random.key(0), implementation=implementation)
-
-    y, vjp = jax.vjp(product, x)
-    return y, *vjp(dy)
+    options = {"policy": policy, "key": jax.random.key(0), "implementation": implementation}
+    return with_gradients(lambda x: mxjax.dot(x, w, **options), x, dy=dy)
 
 
-@pytest.mark.parametrize("policy", ["wgrad_hadamard", pytest.param("tetrajet", marks=pytest.mark.slow)])
+@parametrize("policy", "wgrad_hadamard", slow=["tetrajet"])
 def test_its_products_are_those_of_its_values(policy):
     assert_same(y_and_dx(X, Q, DY, policy), y_and_dx(X, mxjax.dequantize(Q), DY, policy))
 

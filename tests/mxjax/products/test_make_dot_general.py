@@ -1,5 +1,6 @@
 """`make_dot_general`: in NNX and Linen layers, which operand is the weight, equality, pickling, shardings."""
 
+import functools
 import pickle
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.dots import ASSORTED, RANDOM_FPROP, assert_same, draw, inputs, products
+from support.dots import ASSORTED, RANDOM_FPROP, assert_same, draw, inputs, products, with_gradients
 
 import mxjax
 from mxjax import Policy
@@ -59,9 +60,9 @@ def test_make_dot_general_in_a_linen_dense():
         variables = {"params": {"Dense_0": {"kernel": w}}}
         return KeyedDense(ASSORTED, keys.append).apply(variables, x, rngs={"mxjax": jax.random.key(2)})
 
-    y, vjp = jax.vjp(forward, x, w)
+    found = with_gradients(forward, x, w, dy=dy)
     assert len(keys) == 1
-    assert_same((y, *vjp(dy)), products(x, w, dy, keys[0], policy=ASSORTED))
+    assert_same(found, products(x, w, dy, keys[0], policy=ASSORTED))
 
 
 def test_make_dot_general_passes_the_implementation_on():
@@ -166,12 +167,9 @@ def test_the_weight_on_the_left_has_the_gradients_of_a_weight():
     x, w = draw(2, 20, 40, seed=1), draw(3, 2, 40, 7, seed=2)
     dot_general = mxjax.make_dot_general("wgrad_hadamard", weight="lhs")
 
-    def run(function):
-        y, vjp = jax.vjp(function, x, w)
-        return y, *vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
-
-    ours = run(lambda x, w: dot_general(w, x, SWAPPED))  # [c, k, h, b, t]
-    assert_same(ours, run(lambda x, w: mxjax.einsum("btd,ckdh->ckhbt", x, w, policy="wgrad_hadamard")))
+    einsum = functools.partial(mxjax.einsum, "btd,ckdh->ckhbt", policy="wgrad_hadamard")
+    ours = with_gradients(lambda x, w: dot_general(w, x, SWAPPED), x, w)  # [c, k, h, b, t]
+    assert_same(ours, with_gradients(einsum, x, w))
 
 
 def test_a_product_whose_weight_is_unknown_is_refused():

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from support.dots import jitted_products, products
+from support.marks import parametrize
 
 import mxjax
 from mxjax.numerics.operand import Operand
@@ -40,18 +42,9 @@ def tensors(m=40, k=96, n=72, dtype=jnp.bfloat16, seed=0):
     return x, w, (1e-5 * jax.random.normal(keys[2], (m, n))).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "implementation", "dtype"))
-def all_three(x, w, dy, policy, implementation, dtype=None):
+def all_three(x, w, dy, policy, implementation):
     """Returns y, dx and dw."""
-
-    def product(x, w):
-        key = jax.random.key(7)
-        return mxjax.dot(
-            x, w, policy=policy, key=key, implementation=implementation, preferred_element_type=dtype
-        )
-
-    y, vjp = jax.vjp(product, x, w)
-    return y, *vjp(dy.astype(y.dtype))
+    return jitted_products(x, w, dy, jax.random.key(7), policy=policy, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", *ON_PACKED])
@@ -161,9 +154,7 @@ def test_decodes_every_code_at_extreme_scales(byte):
         np.testing.assert_array_equal(decode(q, jnp.float32)[0, :16], values.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "implementation", ["fp8_carriers", pytest.param("scaled_dot", marks=pytest.mark.slow)]
-)
+@parametrize("implementation", "fp8_carriers", slow=["scaled_dot"])
 def test_composes_under_vmap_scan_and_remat(implementation):
     x, w, dy = tensors()
     ws = jnp.stack([w, 2 * w])
@@ -285,10 +276,7 @@ def test_products_by_halves_span_the_range_of_float32():
     assert np.isnan(contract(jnp.float32([[jnp.inf, 2.0**95]]), large))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["tetrajet_v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform4_fp32", "ms_fp4"))],
-)
+@parametrize("policy", "tetrajet_v2", slow=["uniform4_fp32", "ms_fp4"])
 def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
     halves = mock.Mock(wraps=contract_by_halves)
     monkeypatch.setattr("mxjax.operands.product.contract_by_halves", halves)
@@ -340,20 +328,15 @@ def test_fp8_tensors_on_gpus_leave_their_scales_to_what_reads_a_product_in_bfloa
     w = 0.02 * jax.random.normal(jax.random.key(1), (64, 48))
     dy = 1e-4 * jax.random.normal(jax.random.key(2), (2, 32, 48), dtype)
 
-    def products():
-        def dot(x, w):
-            return mxjax.dot(x, w, policy="fp8", implementation="fp8_carriers", preferred_element_type=dtype)
-
-        y, vjp = jax.vjp(dot, x, w)
-        return y, *vjp(dy)
-
-    wanted = products()
+    options = {"policy": "fp8", "implementation": "fp8_carriers", "preferred_element_type": dtype}
+    run = functools.partial(products, x, w, dy, **options)
+    wanted = run()
     jax.clear_caches()  # of traces on a CPU
     monkeypatch.setattr(multiply_module, "on_gpu", lambda: True)
-    text = str(jax.make_jaxpr(products)())
+    text = str(jax.make_jaxpr(run)())
     wide = {jnp.bfloat16: 1, jnp.float32: 2}[dtype]  # Wgrad and maybe Fprop; dx has x's dtype
     assert text.count("preferred_element_type=bfloat16") == 3 - wide
-    for a, b in zip(products(), wanted, strict=True):
+    for a, b in zip(run(), wanted, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= 3.2e-3 * np.linalg.norm(b)
         assert abs(np.vdot(a, b) / np.vdot(b, b) - 1) < 3e-4  # rounded scales would be 0.2 % off

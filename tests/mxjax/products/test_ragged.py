@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.dots import assert_same, draw, jitted_products
+from support.dots import assert_near, assert_same, draw, jitted_products, products, with_gradients
 from support.oracles import types_unchecked
 
 import mxjax
@@ -19,14 +19,9 @@ SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "implementation"))
-def ragged(x, w, dy, sizes, key=None, *, policy, implementation=None):
+def ragged(x, w, dy, sizes, key=None, **options):
     """Returns y, dx and dw."""
-
-    def product(x, w):
-        return mxjax.ragged_dot(x, w, sizes, policy=policy, key=key, implementation=implementation)
-
-    y, vjp = jax.vjp(product, x, w)
-    return y, *vjp(dy)
+    return products(x, w, dy, key, product=mxjax.ragged_dot, group_sizes=sizes, **options)
 
 
 def by_expert(x, w, dy, sizes, policy, implementation=None):
@@ -34,8 +29,9 @@ def by_expert(x, w, dy, sizes, policy, implementation=None):
     y, dx, dw = np.zeros(dy.shape, np.float32), np.zeros(x.shape, np.float32), np.zeros(w.shape, np.float32)
     for i in np.flatnonzero(sizes):
         rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
-        products = jitted_products(x[rows], w[i], dy[rows], policy=policy, implementation=implementation)
-        y[rows], dx[rows], dw[i] = products
+        y[rows], dx[rows], dw[i] = jitted_products(
+            x[rows], w[i], dy[rows], policy=policy, implementation=implementation
+        )
     return y, dx, dw
 
 
@@ -47,17 +43,13 @@ def by_expert(x, w, dy, sizes, policy, implementation=None):
 def test_each_expert_has_its_own_products(name, implementation):
     policy = mxjax.get_policy(name)
     actual = ragged(X, W, DY, jnp.array(SIZES), policy=policy, implementation=implementation)
-    for a, e in zip(actual, by_expert(X, W, DY, SIZES, policy, implementation), strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.max(np.abs(e)))
+    assert_near(actual, by_expert(X, W, DY, SIZES, policy, implementation), 1e-6)
 
 
 def test_in_float32_it_is_that_of_lax():
-    y, vjp = jax.vjp(
-        functools.partial(lax.ragged_dot, group_sizes=jnp.array(SIZES), precision="highest"), X, W
-    )
+    exact = functools.partial(lax.ragged_dot, group_sizes=jnp.array(SIZES), precision="highest")
     actual = ragged(X, W, DY, jnp.array(SIZES), policy=mxjax.get_policy("fp32"))
-    for a, e in zip(actual, (y, *vjp(DY)), strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * np.max(np.abs(e)))
+    assert_near(actual, with_gradients(exact, X, W, dy=DY), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +91,9 @@ def test_fp8_carriers_give_the_bits_of_xla(policy, static):
     policy, sizes = mxjax.get_policy(policy), np.array(SIZES)
     expected = ragged(*EXACT, sizes, policy=policy, implementation="xla")
 
-    @jax.jit
-    def by_fp8(*operands):
-        run = functools.partial(mxjax.ragged_dot, policy=policy, implementation="fp8_carriers")
-        *operands, dy, sizes_ = operands
-        y, vjp = jax.vjp(lambda x, w: run(x, w, sizes if static else sizes_), *operands)
-        return y, *vjp(dy)
-
-    assert_same(by_fp8(*EXACT, jnp.array(sizes)), expected)
+    run = functools.partial(products, product=mxjax.ragged_dot, policy=policy, implementation="fp8_carriers")
+    by_fp8 = jax.jit(lambda *operands, given: run(*operands, group_sizes=sizes if static else given))
+    assert_same(by_fp8(*EXACT, given=jnp.array(sizes)), expected)
 
 
 def test_experts_without_rows_read_and_leave_nothing():
@@ -147,9 +134,7 @@ def test_each_experts_rows_begin_a_run(sizes, rest):
 def test_no_rows_or_no_experts(shape, implementation):
     m, g = shape
     x, w, sizes = jnp.zeros((m, 32)), jnp.zeros((g, 32, 16)), jnp.zeros(g, jnp.int32)
-    ragged = functools.partial(mxjax.ragged_dot, policy="wgrad", implementation=implementation)
-    y, vjp = jax.vjp(lambda x, w: ragged(x, w, sizes), x, w)
-    dx, dw = vjp(jnp.ones_like(y))
+    y, dx, dw = ragged(x, w, jnp.ones((m, 16)), sizes, policy="wgrad", implementation=implementation)
     assert (y.shape, dx.shape, dw.shape) == ((m, 16), x.shape, w.shape)
     assert not dx.any()
 

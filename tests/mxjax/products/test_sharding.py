@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.marks import parametrize
 from support.programs import on_devices
 
 import mxjax
@@ -82,14 +83,7 @@ print(jax.device_count())
 """
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        ("Explicit", "Explicit"),
-        pytest.param(("Auto", "Auto"), marks=pytest.mark.exhaustive),
-        pytest.param(("Explicit", "Auto"), marks=pytest.mark.exhaustive),
-    ],
-)
+@parametrize("kinds", ("Explicit", "Explicit"), exhaustive=[("Auto", "Auto"), ("Explicit", "Auto")])
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_sharding(kinds):
     strict = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}

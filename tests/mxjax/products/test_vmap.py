@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from support.dots import ASSORTED, NEAREST, assert_same, draw, jitted_products
+from support.dots import ASSORTED, NEAREST, assert_same, draw, jitted_products, with_gradients
+from support.marks import parametrize
 
 import mxjax
 from mxjax.operands.product import contract
@@ -22,10 +23,7 @@ def dot(x, w, key=KEY, policy=NEAREST):
     return mxjax.dot(x, w, policy=policy, key=key)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def y_and_gradients(function, x, w, dy):
-    y, vjp = jax.vjp(function, x, w)
-    return y, *vjp(dy)
+y_and_gradients = jax.jit(lambda f, x, w, dy: with_gradients(f, x, w, dy=dy), static_argnums=0)
 
 
 def rows(x, w, policy=NEAREST):
@@ -47,10 +45,7 @@ def test_the_mapped_axis_may_be_any_axis_of_x():
     assert_same((y.swapaxes(0, 1), dx.swapaxes(0, 1), dw), swapped)
 
 
-@pytest.mark.parametrize(
-    ("x_axis", "policy"),
-    [(None, POLICIES[0]), *(pytest.param(axis, POLICIES[1], marks=pytest.mark.slow) for axis in (0, None))],
-)
+@parametrize(("x_axis", "policy"), (None, POLICIES[0]), slow=[*((axis, POLICIES[1]) for axis in (0, None))])
 def test_where_w_is_mapped_the_axis_is_a_batch_axis(x_axis, policy):
     ws = draw(6, 40, 24, seed=4)
     x = X if x_axis == 0 else X[0]
@@ -117,7 +112,7 @@ def test_mapped_contractions_in_bfloat16_run_on_the_cpu(axes, batch):
     assert_same(jax.jit(lambda: mapped(lambda a, b, x, w: contract(x, a, w, b, None)))(), mapped(plain))
 
 
-@pytest.mark.parametrize("policy", ["lumen", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@parametrize("policy", "lumen", slow=["nvfp4"])
 def test_gradients_mapped_over_keys_in_bfloat16_are_those_of_each_key(policy):
     keys, (x, w, dy) = jax.random.split(KEY, 2), (t.astype(jnp.bfloat16) for t in (X[0], W, DY[0]))
     mapped = jax.jit(jax.vmap(lambda key: jitted_products(x, w, dy, key, policy=policy)))(keys)

@@ -7,10 +7,11 @@ tests/mxjax/recipes/test_recipes.py says.
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 from scipy.linalg import hadamard
+from support.dots import assert_near, with_gradients
+from support.marks import parametrize
 from support.oracles import ELEMENT_INFO, quantize, round_nearest
 
 import mxjax
@@ -31,9 +32,7 @@ def tensors():
 def assert_agrees(policy, implementation, expected):
     x, w, dy = tensors()
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation)
-    y, vjp = jax.vjp(dot, x, w)
-    for ours, e in zip((y, *vjp(dy)), expected, strict=True):
-        np.testing.assert_allclose(ours, e, rtol=1e-5, atol=2e-6 * np.abs(e).max())
+    assert_near(with_gradients(dot, x, w, dy=dy), expected, 2e-6, 1e-5)
 
 
 def with_signs(gemm, signs):
@@ -59,14 +58,11 @@ def blocks_of_16(t):
     return (round_nearest(blocks / scale, ELEMENT_INFO["e1m2"]) * scale).reshape(t.shape)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "quantized", "implementation"),
-    [
-        ("uniform4", mx, "xla"),
-        ("uniform4_fp32", blocks_of_16, "xla"),
-        pytest.param("uniform4", mx, "reference", marks=pytest.mark.slow),
-        pytest.param("uniform4_fp32", blocks_of_16, "reference", marks=pytest.mark.slow),
-    ],
+    ("uniform4", mx, "xla"),
+    ("uniform4_fp32", blocks_of_16, "xla"),
+    slow=[("uniform4", mx, "reference"), ("uniform4_fp32", blocks_of_16, "reference")],
 )
 def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized, implementation):
     """Three products of quantized operands, each rotated with its own signs along what it contracts."""

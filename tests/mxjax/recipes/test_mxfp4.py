@@ -6,6 +6,8 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.dots import PRODUCTS, assert_near, with_gradients
+from support.marks import parametrize
 from support.recipes import golden
 
 import mxjax
@@ -19,25 +21,19 @@ STOCHASTIC = ["tetrajet", "amazon", "amazon_no_hadamard"]
 
 def run(policy, implementation, key=None):
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation, key=key)
-    y, vjp = jax.vjp(dot, GOLDEN["x"], GOLDEN["w"])
-    return {"y": y} | dict(zip(("dx", "dw"), vjp(GOLDEN["dy"]), strict=True))
+    found = with_gradients(dot, GOLDEN["x"], GOLDEN["w"], dy=GOLDEN["dy"])
+    return dict(zip(PRODUCTS, found, strict=True))
 
 
 def assert_agrees(found, name, kinds):
-    for kind in kinds:
-        expected = GOLDEN[f"{name}/{kind}"]
-        atol = 2e-6 * np.abs(expected).max()
-        np.testing.assert_allclose(found[kind], expected, rtol=1e-5, atol=atol, err_msg=kind)
+    assert_near([found[kind] for kind in kinds], [GOLDEN[f"{name}/{kind}"] for kind in kinds], 2e-6, 1e-5)
 
 
 def fixed(rotation, signs):
     return dataclasses.replace(rotation, signs="fixed", values=tuple(map(int, signs)))
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "fp8_carriers"))],
-)
+@parametrize("implementation", "xla", slow=["reference", "fp8_carriers"])
 def test_the_layer_of_tetrajet_rounded_to_nearest_is_that_of_the_repository(implementation):
     nearest = map_operands(
         mxjax.get_policy("tetrajet"), lambda operand: dataclasses.replace(operand, rounding="nearest")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dots import assert_near, products, with_gradients
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -193,11 +194,8 @@ def test_weight_only_is_the_straight_through_estimator():
         quantized = mxjax.dequantize(mxjax.quantize(w, axis=0))
         return jnp.matmul(x, w + jax.lax.stop_gradient(quantized - w), precision="highest")
 
-    y, vjp = jax.vjp(straight_through, x, jnp.asarray(w))
-    dot = functools.partial(mxjax.dot, policy="weight_only", implementation="reference")
-    ours, our_vjp = jax.vjp(dot, x, jnp.asarray(w))
-    for found, expected in zip((ours, *our_vjp(dy)), (y, *vjp(dy)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    found = products(x, jnp.asarray(w), dy, policy="weight_only", implementation="reference")
+    assert_near(found, with_gradients(straight_through, x, jnp.asarray(w), dy=dy), 1e-6, 1e-5)
 
 
 def test_policies_lists_every_name_once_with_the_ladder_first():
@@ -312,8 +310,8 @@ def test_every_policy_runs_with_the_error_of_its_formats(name):
     scales = Scales(
         *(np.float32(m) / np.abs(t).max() for m, t in zip((448, 448, 57344), (x, w, dy), strict=True))
     )
-    y, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, key=jax.random.key(0), scales=scales), x, w)
-    for gemm, e, p in zip(policy.gemms.values(), exact, (y, *vjp(dy)), strict=True):
+    found = products(x, w, dy, jax.random.key(0), policy=policy, scales=scales)
+    for gemm, e, p in zip(policy.gemms.values(), exact, found, strict=True):
         error = np.mean((p - e) ** 2) / np.mean(e**2)
         expected = sum(NOISE[summary(operand)] for operand in (gemm.lhs, gemm.rhs))
         if gemm.rhs == Operand("bf16", source="dequantized"):  # holds exactly what Fprop's quantization left

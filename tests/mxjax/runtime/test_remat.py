@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from support.llamas import layer_policies
+from support.marks import parametrize
 
 from models import decoder
 from models.attention import causal as attention
@@ -45,13 +46,13 @@ def kept(params, policy, implementation, mode):
     return (of_mode - of_full) / SMALL.n_layers
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("policy", "rules", "modes"),
-    [
-        pytest.param("bf16", (("*.mlp.down", "full_sr"),), ("dots", "fp4", "full"), marks=pytest.mark.slow),
-        pytest.param("bf16", (), ("dots", "full"), marks=pytest.mark.exhaustive),
-        pytest.param("wgrad_hadamard", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),
-        pytest.param("full_sr", (), ("dots", "fp4", "full"), marks=pytest.mark.exhaustive),
+    slow=[("bf16", (("*.mlp.down", "full_sr"),), ("dots", "fp4", "full"))],
+    exhaustive=[
+        ("bf16", (), ("dots", "full")),
+        ("wgrad_hadamard", (), ("dots", "fp4", "full")),
+        ("full_sr", (), ("dots", "fp4", "full")),
     ],
 )
 def test_every_mode_computes_the_same_numbers(params, policy, rules, modes):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dots import jitted_products
 from support.oracles import types_unchecked
 
 import mxjax
@@ -149,14 +150,8 @@ def test_the_error_of_gaussian_blocks_is_what_the_table_says(rule):
 gemms = jax.jit(stats.gemms, static_argnames="policy")
 
 
-@functools.partial(jax.jit, static_argnames="policy")
-def products(x, w, dy, policy, key=None):
-    y, vjp = jax.vjp(lambda x, w: mxjax.dot(x, w, policy=policy, key=key), x, w)
-    return y, *vjp(dy)
-
-
 def test_gemms_are_the_errors_of_dot():
-    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
+    x, w, dy = operands()
     policy = dataclasses.replace(
         mxjax.get_policy("wgrad"), wgrad=Gemm(Operand(rounding="stochastic"), Operand())
     )
@@ -164,7 +159,7 @@ def test_gemms_are_the_errors_of_dot():
     actual = gemms(x, w, dy, policy=policy, key=key)
     assert actual._fields == ("fprop", "dgrad", "wgrad")
     exact = [np.asarray(t, np.float64) for t in (x @ w, dy @ w.T, x.T @ dy)]
-    for a, e, p in zip(actual, exact, products(x, w, dy, policy, key), strict=True):
+    for a, e, p in zip(actual, exact, jitted_products(x, w, dy, key, policy=policy), strict=True):
         np.testing.assert_allclose(a.product, expected_error(e, p), rtol=1e-4)
 
 
@@ -181,7 +176,7 @@ def test_gemms_needs_a_gradient_of_the_product():
 
 @pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
 def test_gemms_blames_the_gemm_that_is_quantized(name):
-    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
+    x, w, dy = operands()
     policy = dataclasses.replace(mxjax.get_policy("fp32"), **{name: Gemm()})
     errors = gemms(x, w, dy, policy=policy)
     # The other two differ from the reference by the order of float32 sums at most.
@@ -189,9 +184,13 @@ def test_gemms_blames_the_gemm_that_is_quantized(name):
     assert large == [name]
 
 
+def operands(tokens=40):
+    return [jnp.asarray(normal(*s, seed=i)) for i, s in enumerate([(tokens, 48), (48, 56), (tokens, 56)])]
+
+
 def in_bfloat16():
     """Returns x, w and dy, with activations in bfloat16."""
-    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(40, 48), (48, 56), (40, 56)]))
+    x, w, dy = operands()
     return x.astype(jnp.bfloat16), w, dy.astype(jnp.bfloat16)
 
 
@@ -208,7 +207,7 @@ def quantization_error(x, axis):
 
 
 def test_gemms_reports_each_operand_as_it_is_quantized():
-    x, w, dy = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(64, 48), (48, 56), (64, 56)]))
+    x, w, dy = operands(64)
     errors = gemms(x, w, dy, policy="wgrad_hadamard")
     alone = {
         (0, "lhs"): quantization_error(x, axis=-1),

@@ -96,10 +96,8 @@ def test_a_weight_times_a_constant_is_a_weight():
 
     g = mxjax.transform(merged, "wgrad")
     report = g.report(w := draw(8, 40, seed=2), X)
-    assert [(f.policy is None, f.why) for f in report.found] == [
-        (True, "no operand is an activation"),
-        (False, ""),
-    ]
+    found = [(f.policy is None, f.why) for f in report.found]
+    assert found == [(True, "no operand is an activation"), (False, "")]
     np.testing.assert_array_equal(
         jax.jit(g)(w, X), jax.jit(lambda w, x: mxjax.dot(x, w.T, policy="wgrad"))(w, X)
     )
@@ -241,34 +239,15 @@ def merged(params, x):
     ("f", "args", "options", "message"),
     [
         (loss, (PARAMS, X), {"rules": [("*haed*", None)]}, r"'\*haed\*' matches none of 'blocks.\*.down'"),
-        (
-            loss,
-            (PARAMS, X),
-            {"rules": [("norm", "fp8")]},
-            "'norm' of transform matches 'norm', which no product",
-        ),
+        (loss, (PARAMS, X), {"rules": [("norm", "fp8")]}, "'norm' of transform matches 'norm', which no"),
         (loss, (PARAMS, X), {"policy": "wgrda"}, "did you mean 'wgrad'"),
         (sgd, (PARAMS, X), {}, "transform the loss alone, jax.grad"),
         (sgd_of_a_tuple, (PAIR, X), {}, "found a gradient of the weight '1' in the"),
         (sgd_of_a_tuple, (PAIR, X), {"rules": [("2", "fp8")]}, "'2' matches none of '0', '1'"),
-        (
-            merged,
-            (PARAMS, X),
-            {"rules": [("blocks[0].*", "fp8")]},
-            "'blocks.0.up': fp8, 'blocks.1.up': wgrad",
-        ),
+        (merged, (PARAMS, X), {"rules": [("blocks[0].*", "fp8")]}, "blocks.0.up': fp8, 'blocks.1.up': wgrad"),
         (loss, (PARAMS,), {"weights": 1}, "from positional argument 1, but 1 arrived"),
     ],
-    ids=[
-        "no parameter",
-        "no product",
-        "policy",
-        "gradient",
-        "a tuple's",
-        "no element",
-        "several policies",
-        "argument",
-    ],
+    ids=["parameter", "product", "policy", "gradient", "tuple", "element", "several", "argument"],
 )
 def test_what_does_not_fit_raises(f, args, options, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):

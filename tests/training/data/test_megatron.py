@@ -220,20 +220,10 @@ def test_blends_are_written_as_megatrons(data, expected):
     assert parse_blend(data) == expected
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        "0.5 A B",
-        "0.5 A 0.5",
-        "A 0.5 B 0.5",
-        "0 A 1 B",
-        "-1 A 2 B",
-        "1 2",
-        "nan A 1 B",
-        "inf A 1 B",
-        "1e308 A 1e308 B",
-    ],
-)
+WRONG = "0.5 A B, 0.5 A 0.5, A 0.5 B 0.5, 0 A 1 B, -1 A 2 B, 1 2, nan A 1 B, inf A 1 B, 1e308 A 1e308 B"
+
+
+@pytest.mark.parametrize("data", WRONG.split(", "))
 def test_a_blend_with_a_wrong_weight_is_an_error(data):
     with pytest.raises(ValueError, match=r"takes PREFIX... or WEIGHT PREFIX WEIGHT PREFIX..."):
         parse_blend(data.split())

@@ -76,7 +76,7 @@ def test_what_is_no_text_is_refused(tmp_path):
         (
             "nano.bin",
             np.arange(9000, dtype=np.uint16).tobytes(),
-            "nano.bin holds NUL .*has no .idx: tokenize its",
+            "nano.bin holds NUL .*has no .idx: tokenize",
         ),
         ("a.jsonl.zst", b"0123", "a.jsonl.zst is compressed, not text; tokenize it first: "),
         ("u16.txt", "some text".encode("utf-16"), "u16.txt is in UTF-16; convert it: iconv"),

@@ -155,10 +155,7 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
         (["--init", str(llama2)], "text is read as 257 ids, .* and the model has 64; raise"),
         (["--init", str(tmp_path)], "holds no run"),
         (["--init", str(empty)], "has no checkpoint to begin with"),
-        (
-            ["--init", str(checkpoint)],
-            r"is a Hugging Face checkpoint; import it first: python -m .* import /",
-        ),
+        (["--init", str(checkpoint)], r"a Hugging Face checkpoint; import it first: python -m .* import /"),
         (init, r"--lr 0\.004, the default, is for training from scratch"),
     ]:
         with pytest.raises(SystemExit, match=message):

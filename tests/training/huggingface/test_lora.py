@@ -23,6 +23,7 @@ from training.memory import device_bytes
 from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_tree
 from training.run.frozen import frozen_shapes
+from training.run.setup import imported_from
 
 pytestmark = pytest.mark.slow
 FLAGS = "--lora 4 --policy weight_only --lr 1e-2 --batch-size 4 --seq-len 32 --eval-batches 2"
@@ -133,7 +134,7 @@ def test_peft_merges_the_exported_adapters_as_we_do(base, tuned, tmp_path):
     assert np.abs(before[name] - ours[name]).max() > 1e-4
 
 
-def test_adapters_have_pefts_names_and_shapes(tuned, tmp_path):
+def test_adapters_have_pefts_names_shapes_and_the_checkpoint_that_they_adapt(base, tuned, tmp_path):
     export_checkpoint(tuned, tmp_path / "adapters", adapters=True)
     found = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
@@ -142,6 +143,12 @@ def test_adapters_have_pefts_names_and_shapes(tuned, tmp_path):
     assert len(found) == 2 * 7 * 2
     given = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (given["r"], given["lora_alpha"], len(given["target_modules"])) == (4, 4, 7)
+    assert given["base_model_name_or_path"] == str(base / "mxfp4")
+
+
+def test_weights_that_have_trained_are_of_no_checkpoint(base, tuned):
+    assert imported_from(base / "packed") == str(base / "mxfp4")
+    assert imported_from(tuned) is None is imported_from(None)
 
 
 def test_the_memory_of_frozen_weights_is_what_they_take(base, text):

@@ -48,12 +48,8 @@ def metrics(loss=1.0, skipped=0):
 
 
 def test_a_line_is_json_even_of_numbers_that_are_not_finite():
-    assert json.loads(json_line({"a": float("nan"), "b": -float("inf"), "c": 1.5, "d": "x"})) == {
-        "a": "nan",
-        "b": "-inf",
-        "c": 1.5,
-        "d": "x",
-    }
+    found = json.loads(json_line({"a": float("nan"), "b": -float("inf"), "c": 1.5, "d": "x"}))
+    assert found == {"a": "nan", "b": "-inf", "c": 1.5, "d": "x"}
 
 
 def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
@@ -61,11 +57,8 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step"')
     with MetricsLog(path, keep_steps=2) as log:
         log.write(step=3, loss=0.5)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1},
-        {"step": 2},
-        {"step": 3, "loss": 0.5},
-    ]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.5}]
 
 
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
@@ -76,10 +69,8 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     reporter.step(2, metrics(loss=0.5))
     reporter.flush()
     reporter.flush()
-    assert [(w["step"], w["tokens"], w["loss"], w["lr"]) for w in out.written] == [
-        (1, 8, 1.0, 0.0),
-        (2, 16, 0.5, 0.1),
-    ]
+    found = [(w["step"], w["tokens"], w["loss"], w["lr"]) for w in out.written]
+    assert found == [(1, 8, 1.0, 0.0), (2, 16, 0.5, 0.1)]
     assert out.shown == [1, 2]
     assert out.means == [False, True]  # the first step compiles, and says nothing of the others
 
@@ -174,10 +165,8 @@ def test_a_step_is_reported_with_its_rates(monkeypatch):
     reporter.restart_clock()  # an evaluation lasted eight seconds
     reporter.step(2, second)
     reporter.flush()
-    assert [(w["step_s"], w["tokens_per_s"], w["tflops_per_device"]) for w in out.written] == [
-        (2.0, 4.0, 1.0),
-        (1.0, 8.0, 2.0),
-    ]
+    found = [(w["step_s"], w["tokens_per_s"], w["tflops_per_device"]) for w in out.written]
+    assert found == [(2.0, 4.0, 1.0), (1.0, 8.0, 2.0)]
 
 
 def test_the_time_left_is_that_of_the_steps_that_remain(monkeypatch, capsys):
@@ -252,12 +241,8 @@ def test_a_loss_or_a_norm_that_leaps_is_one_and_does_not_hide_the_next():
     norms[360], losses[370] = 1.1, losses[370] * 1.02  # within what one sees anyway
     losses[380] = np.nan
     found = find_spikes(records(losses, norms))
-    assert [(spike.step, spike.of) for spike in found] == [
-        (30, ("loss",)),
-        (300, ("loss", "grad_norm")),
-        (306, ("loss",)),
-        (350, ("grad_norm",)),
-    ]
+    got = [(spike.step, spike.of) for spike in found]
+    assert got == [(30, ("loss",)), (300, ("loss", "grad_norm")), (306, ("loss",)), (350, ("grad_norm",))]
     assert found[1].loss_median == pytest.approx(3.16, abs=0.05)
     assert found[1].grad_norm_median == pytest.approx(0.6, rel=0.1)
 

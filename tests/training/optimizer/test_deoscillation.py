@@ -16,12 +16,7 @@ from mxjax.policy.layers import LayerPolicies
 from training.config import Config, PrecisionConfig
 from training.log.report import late_flags
 from training.optimizer import deoscillation
-from training.optimizer.deoscillation import (
-    Deoscillation,
-    check_policies,
-    parse_deoscillation,
-    snap_oscillating,
-)
+from training.optimizer.deoscillation import Deoscillation, check_policies, parse_deoscillation
 from training.phases import expand
 
 
@@ -39,7 +34,7 @@ def rounded(monkeypatch):
 
 
 def snapping(optimizer, setting):
-    return optax.chain(optimizer, snap_oscillating(setting, LayerPolicies((), ())))
+    return optax.chain(optimizer, deoscillation.snap_oscillating(setting, LayerPolicies((), ())))
 
 
 def walk(optimizer, first, updates):
@@ -87,7 +82,7 @@ def test_distances_begin_at_weights_in_bfloat16_if_the_setting_says_so(bf16, rou
 
 
 def test_snapping_needs_the_weights():
-    optimizer = snap_oscillating(Deoscillation(3.0, 2, 0), LayerPolicies((), ()))
+    optimizer = deoscillation.snap_oscillating(Deoscillation(3.0, 2, 0), LayerPolicies((), ()))
     params = {"w": jnp.zeros(1)}
     with pytest.raises(ValueError, match="pass params to its update"):
         optimizer.update(params, optimizer.init(params))

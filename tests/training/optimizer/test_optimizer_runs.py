@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.programs import on_devices
 from support.runs import lines, resume, run, untimed, weights
 
@@ -47,9 +48,7 @@ def test_updates_on_a_mesh_are_those_of_one_device(flags, largest, differ):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [MUON, pytest.param("--optimizer sgd --lr 0.05", marks=pytest.mark.exhaustive)]
-)
+@parametrize("flags", MUON, exhaustive=["--optimizer sgd --lr 0.05"])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, whole, tmp_path, flags):
     run(text, tmp_path / "resumed", *FOUR, *flags.split(), "--stop-after", "2")
     resume(tmp_path / "resumed")

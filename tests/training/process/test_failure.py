@@ -6,6 +6,7 @@ import time
 
 import jax
 import pytest
+from support.marks import parametrize
 from support.runs import ROOT, start, start_pair
 
 from training.command_line import FlagError
@@ -40,33 +41,32 @@ def begin(tmp_path, bad: int, error: str):
     return start_pair(arguments, arguments, BAD=str(bad))
 
 
-@pytest.mark.parametrize(
-    "bad", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
-def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
-    runs = begin(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
+def ended_by(tmp_path, bad: int, error: str):
+    """Returns the status and errors of both processes, which end within a minute of the error."""
+    runs = begin(tmp_path, bad, error)
     outputs = [run.communicate(timeout=400) for run in runs]
     ended = time.time()
     assert "now " in outputs[bad][0], outputs
-    failed = float(outputs[bad][0].partition("now ")[2].split()[0])
-    assert ended - failed < 60
-    assert [run.returncode for run in runs] == [1, 1], outputs
-    assert "train.py: error: /data/c4.bin: Input/output error" in outputs[bad][1]
+    assert ended - float(outputs[bad][0].partition("now ")[2].split()[0]) < 60
+    return [run.returncode for run in runs], [errors for _, errors in outputs]
+
+
+@parametrize("bad", slow=[0], exhaustive=[1])
+def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
+    status, errors = ended_by(tmp_path, bad, 'OSError(5, "Input/output error", "/data/c4.bin")')
+    assert status == [1, 1], errors
+    assert "train.py: error: /data/c4.bin: Input/output error" in errors[bad]
     message = f"error: process {bad}: OSError: [Errno 5] Input/output error: '/data/c4.bin'\n"
-    assert outputs[1 - bad][1].endswith(message), outputs
+    assert errors[1 - bad].endswith(message), errors
 
 
 @pytest.mark.exhaustive
 def test_a_process_that_is_killed_ends_the_other_in_one_line(tmp_path):
-    runs = begin(tmp_path, 1, "os.kill(os.getpid(), 9)")
-    outputs = [run.communicate(timeout=400) for run in runs]
-    ended = time.time()
-    assert "now " in outputs[1][0], outputs
-    assert ended - float(outputs[1][0].partition("now ")[2].split()[0]) < 60
-    assert [run.returncode for run in runs] == [1, -9], outputs
+    status, errors = ended_by(tmp_path, 1, "os.kill(os.getpid(), 9)")
+    assert status == [1, -9], errors
     said = "train.py: error: process 1 has not answered for 10 s: it was killed or stopped, or its host or "
-    assert outputs[0][1].startswith(said), outputs
-    assert outputs[0][1].count("\n") == 1
+    assert errors[0].startswith(said), errors
+    assert errors[0].count("\n") == 1
 
 
 class Store:

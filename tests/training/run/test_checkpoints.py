@@ -13,31 +13,34 @@ from training.run.checkpoints import Checkpoints, save_params
 from training.run.checksums import saved_steps, set_aside_damaged
 
 
-def test_the_state_and_the_position_come_back(tmp_path, state):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(at_step(state, 5), {"next_index": 5})
+def save(folder, state, *steps, **options):
+    with Checkpoints(folder, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(at_step(state, step), {"next_index": step})
+
+
+def flip(path, at=None):
+    """Flips one bit of a file's byte, by default the middle one."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 4
+    path.write_bytes(content)
+
+
+def test_the_state_and_the_position_come_back_and_parameters_alone(tmp_path, state):
+    save(tmp_path, state, 5)
     with Checkpoints(tmp_path) as checkpoints:
         restored, position = checkpoints.restore(jax.eval_shape(lambda: state))
+        params = checkpoints.restore_params(jax.eval_shape(lambda: state.params))
     assert position == {"next_index": 5}
-    jax.tree.map(np.testing.assert_array_equal, restored, at_step(state, 5))
+    jax.tree.map(np.testing.assert_array_equal, (restored, params), (at_step(state, 5), state.params))
 
 
 def test_only_the_newest_are_kept(tmp_path, state):
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(at_step(state, step), {"next_index": step})
+    save(tmp_path, state, 1, 2, 3, keep=2)
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest == 3
         with pytest.raises(ValueError, match=r"no checkpoint of step 1 in .*; there are \[2, 3\]"):
             checkpoints.restore_params(state.params, 1)
-
-
-def test_parameters_come_back_alone(tmp_path, state):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(at_step(state, 1), {})
-    with Checkpoints(tmp_path) as checkpoints:
-        params = checkpoints.restore_params(jax.eval_shape(lambda: state.params))
-    jax.tree.map(np.testing.assert_array_equal, params, state.params)
 
 
 def test_nothing_to_restore_is_an_error(tmp_path, state):
@@ -59,19 +62,6 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(tmp_path, state):
                 checkpoints.restore(state._replace(params=params))
             with pytest.raises(ValueError, match="belongs to another model"):
                 checkpoints.restore_params(params)
-
-
-def save(folder, state, *steps):
-    with Checkpoints(folder) as checkpoints:
-        for step in steps:
-            checkpoints.save(at_step(state, step), {"next_index": step})
-
-
-def flip(path, at=None):
-    """Flips one bit of a file's byte, by default the middle one."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 if at is None else at] ^= 4
-    path.write_bytes(content)
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path, state):
@@ -101,11 +91,9 @@ def test_damage_to_any_file_is_found(tmp_path, state):
             continue
         content = path.read_bytes()
         flip(path)
-        assert checksums.problems(folder), path
-        path.write_bytes(content[:-1])
-        assert checksums.problems(folder), path
-        path.write_bytes(b"")
-        assert checksums.problems(folder), path
+        for damaged in (path.read_bytes(), content[:-1], b""):
+            path.write_bytes(damaged)
+            assert checksums.problems(folder), path
         path.unlink()
         assert list(checksums.problems(folder).values()) == [integrity.MISSING], path
         path.write_bytes(content)
@@ -219,6 +207,20 @@ def test_without_a_good_checkpoint_nothing_is_touched(tmp_path, state):
         with pytest.raises(ValueError, match=said):
             set_aside_damaged(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_weights_are_read_where_moments_alone_are_damaged(tmp_path, state):
+    save(tmp_path, state, 1)
+    flip(max((tmp_path / "1" / "rest").rglob("d/*"), key=lambda path: path.stat().st_size))
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore_params(state.params)
+        for read in (
+            lambda: checkpoints.restore(state, 1),
+            lambda: checkpoints.restore_params(state.params, weights="ema"),
+        ):
+            with pytest.raises(ValueError, match=r"1 is damaged \(rest/"):
+                read()
+    jax.tree.map(np.testing.assert_array_equal, found, state.params)
 
 
 def test_reading_a_damaged_checkpoint_names_the_others(tmp_path, state):

@@ -3,12 +3,23 @@
 import json
 import os
 
+import jax
 import pytest
+from support.llamas import SMALL, imported
 
+from models import decoder
+from training.command_line import parse
 from training.config import Config, DataConfig
 from training.files import HUGGINGFACE
 from training.run.record import documents_of_run, from_json, read_run_config, to_json, write_run_config
-from training.run.tokens import check_tokenizer_of, checksum_of_data, find_tokenizer, tokens_checksum
+from training.run.setup import set_up
+from training.run.tokens import (
+    check_same_tokens,
+    check_tokens_of,
+    checksum_of_data,
+    find_tokenizer,
+    tokens_checksum,
+)
 
 VALUES = {"config": to_json(Config(spike_factor=float("inf"))), "model": {"n_layers": 2}, "mesh": {"data": 1}}
 
@@ -130,10 +141,37 @@ def test_another_tokenizer_in_its_place_is_refused(tokenized, tmp_path):
 def test_data_of_other_tokens_is_refused_even_where_the_run_s_are_gone(tokenized, tmp_path):
     (tmp_path / "data.tokenizer.json").unlink()
     write(tmp_path / "same", merges=["a b"])
-    check_tokenizer_of(tokenized, "--data", str(tmp_path / "same"))
+    check_tokens_of(tokenized, "--data", str(tmp_path / "same"))
     other = write(tmp_path / "other", merges=[])
     with pytest.raises(ValueError, match=f"--data {tmp_path}/other was tokenized by {other}, and .* was"):
-        check_tokenizer_of(tokenized, "--data", str(tmp_path / "other"))
+        check_tokens_of(tokenized, "--data", str(tmp_path / "other"))
+
+
+def test_datasets_of_two_tokenizers_are_refused(tmp_path):
+    for name, merges in (("ours", ["a b"]), ("same", ["a b"]), ("other", [])):
+        write(tmp_path / name, merges=merges)
+    ours, same, other, text = (str(tmp_path / name) for name in ("ours", "same", "other", "text"))
+    checksum = checksum_of_data(["0.5", ours, "0.5", same])
+    check_same_tokens(checksum, [ours, same, text])
+    check_same_tokens(checksum_of_data([text]), [text, other])
+    with pytest.raises(ValueError, match=f"{other}.tokenizer.json has other tokens than the rest of --data"):
+        check_same_tokens(checksum, [ours, same, other])
+
+
+def test_an_import_continued_in_place_and_new_data_to_evaluate_have_its_tokens(tmp_path):
+    """Checked before the data is read."""
+    run = imported(tmp_path, SMALL, decoder.init(SMALL, jax.random.key(0)))
+    for name, merges in (("own", ["a b"]), ("same", ["a b"]), ("other", [])):
+        write(tmp_path / name, merges=merges)
+    (tmp_path / "own.tokenizer.json").rename(run / HUGGINGFACE / "tokenizer.json")
+    flags = ["--out", str(run), "--resume", "--lr", "1e-4", "--data"]
+    for paths, said in (
+        (["other"], f"--data {tmp_path}/other was tokenized by "),
+        (["same", "--eval-data", "other"], "other.tokenizer.json has other tokens than the rest"),
+    ):
+        values = [text if text.startswith("-") else str(tmp_path / text) for text in paths]
+        with pytest.raises(ValueError, match=said):
+            set_up(parse([*flags, *values]), run)
 
 
 def test_an_import_without_training_has_the_tokens_of_its_tokenizer(tmp_path):
@@ -143,6 +181,6 @@ def test_an_import_without_training_has_the_tokens_of_its_tokenizer(tmp_path):
     for name, merges in (("same", ["a b"]), ("other", [])):
         (tmp_path / f"{name}.idx").touch()
         write(tmp_path / name, merges=merges)
-    check_tokenizer_of(tmp_path / "run", "--data", str(tmp_path / "same"))
+    check_tokens_of(tmp_path / "run", "--data", str(tmp_path / "same"))
     with pytest.raises(ValueError, match=r"other was tokenized by .* with --tokenizer .*run/huggingface/t"):
-        check_tokenizer_of(tmp_path / "run", "--data", str(tmp_path / "other"))
+        check_tokens_of(tmp_path / "run", "--data", str(tmp_path / "other"))

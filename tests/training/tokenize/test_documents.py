@@ -80,6 +80,15 @@ def test_another_field(tmp_path):
     assert found(tmp_path / "a.jsonl") == [(1, "malformed line", "no string called 'text'")]
 
 
+def test_a_list_of_documents_is_told_how_to_be_read(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    [(_, kind, why)] = found(tmp_path / "a.json")
+    assert (kind, why.partition("; ")[2]) == (
+        "malformed line",
+        "a list is no document, write each on a line",
+    )
+
+
 @pytest.mark.parametrize(("suffix", "name"), [("gz", "gzip"), ("zst", "zstd")])
 def test_a_truncated_stream_gives_the_lines_before(tmp_path, suffix, name):
     lines = [line(f"document {i} {'x' * (i * 7919 % 997)}") for i in range(400)]
@@ -139,12 +148,8 @@ def test_a_document_without_an_end_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("training.tokenize.documents._LARGEST", 50)
     (tmp_path / "a.jsonl").write_bytes(line("one") + line("x" * 1000) + line("three") + b"x" * 99)
     items = found(tmp_path / "a.jsonl")
-    assert [item[:2] for item in items] == [
-        (1, "one"),
-        (2, "oversized document"),
-        (3, "three"),
-        (4, "oversized document"),
-    ]
+    got = [item[:2] for item in items]
+    assert got == [(1, "one"), (2, "oversized document"), (3, "three"), (4, "oversized document")]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 51))
     assert found(tmp_path / "a.txt.gz") == [(1, "oversized document", "it has more than 50 bytes")]
 
@@ -219,10 +224,8 @@ def test_files_are_found_by_name_pattern_and_folder(tmp_path):
     for place, suffix in itertools.product([tmp_path, tmp_path / "tokens"], WRITTEN):
         (place / f"t{suffix}").write_text("x")
     assert names(folder) == ["a.jsonl", "b.jsonl", "c.txt"]
-    assert [pathlib.Path(f).name for f in below([f"{tmp_path.parent}/{tmp_path.name}*"])] == [
-        "d.txt",
-        "e.txt",
-    ]
+    got = [pathlib.Path(f).name for f in below([f"{tmp_path.parent}/{tmp_path.name}*"])]
+    assert got == ["d.txt", "e.txt"]
     assert names(f"{folder}/**/*.txt") == ["c.txt", "d.txt", "e.txt"]
     (tmp_path / "tokens" / "f.txt").write_text("x")  # whose folder is no reason to leave it out
     found = [pathlib.Path(f).name for f in find_files([folder], recursive=True)]

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.tokenizing import config, write_files
 
 from training.data.indexed_dataset import IndexedDataset
@@ -169,10 +170,7 @@ def test_a_tokenizer_is_trained_with_the_data(here, corpus, tmp_path, capsys):
         ({"tokenizer": "t.json", "vocab_size": 300}, "or train one with --train-tokenizer"),
         ({"tokenizer": "t.json", "eod": "<eos>"}, "give both"),
         ({"tokenizer": "t.json", "train_characters": 99}, "--train-characters is for --train-tokenizer"),
-        (
-            {"tokenizer": "t.json", "append_eod": True, "eod": "<end>"},
-            "--eod '<end>': the tokenizer has no such",
-        ),
+        ({"tokenizer": "t.json", "append_eod": True, "eod": "<end>"}, "--eod '<end>': the tokenizer has no"),
         ({"tokenizer": "t.json", "append_eod": True}, "the tokenizer has none of <|endoftext|>"),
         ({"train_tokenizer": True, "append_eod": True, "eod": "a"}, "leave --eod out"),
         ({"train_tokenizer": True, "vocab_size": 256}, "at least 257 tokens"),
@@ -231,6 +229,14 @@ def command(folder, prefix, *flags):
     return [sys.executable, "-m", "training.tokenize", "--input", pattern, "--output", str(prefix), *flags]
 
 
+@pytest.mark.parametrize(
+    ("documents", "tokens", "said"), [(1, 1, "1 document, 1 token"), (0, 2000, "0 documents, 2,000 tokens")]
+)
+def test_the_summary_counts_in_words(documents, tokens, said):
+    counts = {"documents": documents, "tokens": tokens, "left_out": {}, "spelled": {}}
+    assert summary("p", counts) == f"p: {said}"
+
+
 @pytest.mark.slow
 def test_the_command_line_gives_the_same_with_any_number_of_processes(corpus, tmp_path):
     folder, texts = corpus
@@ -244,13 +250,7 @@ def test_the_command_line_gives_the_same_with_any_number_of_processes(corpus, tm
         assert len(files) == 1
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
-    ],
-)
+@parametrize("number", slow=[signal.SIGKILL], exhaustive=[signal.SIGINT])
 def test_a_killed_command_goes_on_and_its_processes_end(here, tokenizer, tmp_path, number):
     folder = tmp_path / "in"
     write_files(folder, 12, 2000, words=40)
