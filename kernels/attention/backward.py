@@ -18,27 +18,10 @@ from mxjax.kernels.launch import order_on_dies
 
 @triton.jit
 def key_gradients_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    delta,
-    first_key,
-    queries_end,
-    dk,
-    dv,
-    B: tl.constexpr,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    XCDS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    q, k, v, dout, lse, delta, first_key, queries_end, dk, dv, B: tl.constexpr, S: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    XCDS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Computes BLOCK_K rows of dk and dv [B, S, G, H], over all R query heads; BLOCK_Q divides BLOCK_K.
 
     q and dout are [B, S, G, R, H], lse and delta [B, G, R, S]. first_key and queries_end [B, S] are read if
@@ -104,25 +87,10 @@ def key_gradients_kernel(
 
 @triton.jit
 def query_gradients_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    delta,
-    first_key,
-    dq,
-    B: tl.constexpr,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    XCDS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    q, k, v, dout, lse, delta, first_key, dq, B: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    R: tl.constexpr, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, XCDS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Computes BLOCK_Q rows of dq [B, S, G, R, H] of one head; BLOCK_K divides BLOCK_Q."""
     TILES: tl.constexpr = (S + BLOCK_Q - 1) // BLOCK_Q
     program = order_on_dies(tl.program_id(0), B * G * R * TILES, XCDS)

@@ -23,25 +23,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def forward_kernel(
-    q,
-    k,
-    v,
-    first_key,
-    sinks,
-    out,
-    lse,
-    B: tl.constexpr,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    XCDS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    q, k, v, first_key, sinks, out, lse, B: tl.constexpr, S: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, XCDS: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Computes BLOCK_Q queries of one head: out [B, S, G, R, H] and lse [B, G, R, S].
 
     q is [B, S, G, R, H]; k and v are [B, S, G, H]. BLOCK_K divides BLOCK_Q. first_key [B, S] is read if

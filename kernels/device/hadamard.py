@@ -11,13 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def rotate_groups(
-    xs,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
+    xs, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr,
     FACTOR: tl.constexpr,
-):
+):  # fmt: skip
     """Returns xs (float32) with each run of SIZE elements times Sylvester's matrix, then times FACTOR."""
     for stage in tl.static_range(8):
         if 2 << stage <= SIZE:

@@ -6,24 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def accumulate_tile(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    tile_m,
-    tile_n,
-    lhs_batch,
-    rhs_batch,
-    first,
-    steps,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    lhs, lhs_scales, rhs, rhs_scales, tile_m, tile_n, lhs_batch, rhs_batch, first, steps, M: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SHUFFLED: tl.constexpr,
-):
+):  # fmt: skip
     """Returns a tile of lhs[lhs_batch] @ rhs[rhs_batch].T in float32; what is past the end is undefined.
 
     It is summed over `steps` steps of BLOCK_K from step `first`, an even one; or over all of K if `steps` is
@@ -77,19 +63,9 @@ def accumulate_tile(
 
 @triton.jit
 def accumulate_rows(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    lhs_rows,
-    rhs_rows,
-    first,
-    steps,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    lhs, lhs_scales, rhs, rhs_scales, lhs_rows, rhs_rows, first, steps, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Returns lhs[lhs_rows] @ rhs[rhs_rows].T in float32, of any BLOCK_M and BLOCK_N rows.
 
     The rows are int64 if their offsets need it. `first` and `steps` are as in `accumulate_tile`.
@@ -118,16 +94,9 @@ def accumulate_rows(
 
 @triton.jit
 def accumulate_groups(
-    lhs,
-    lhs_scales,
-    rhs,
-    lhs_rows,
-    rhs_rows,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    lhs, lhs_scales, rhs, lhs_rows, rhs_rows, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Returns lhs[lhs_rows] @ rhs[rhs_rows].T in float32 of FP8 arrays with K columns, a multiple of BLOCK_K.
 
     Each BLOCK_K columns of a row of lhs have a scale byte in lhs_scales, from 1 to 254. Hopper's FP8 units
@@ -152,17 +121,9 @@ def accumulate_groups(
 
 @triton.jit
 def accumulate_values(
-    lhs,
-    rhs,
-    lhs_row,
-    rhs_row,
-    first,
-    steps,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K_FIRST: tl.constexpr,
-):
+    lhs, rhs, lhs_row, rhs_row, first, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, K_FIRST: tl.constexpr,
+):  # fmt: skip
     """Returns a tile of lhs @ rhs.T in float32 of arrays in FP8 or bfloat16, by descriptors of their tiles.
 
     It is summed over `steps` steps of BLOCK_K columns from column `first`. Hopper's FP8 units keep 13 bits of
@@ -186,23 +147,10 @@ def accumulate_values(
 
 @triton.jit
 def _accumulate(
-    lhs,
-    x_offsets,
-    lhs_scales,
-    x_scale_offsets,
-    rhs,
-    y_offsets,
-    rhs_scales,
-    y_scale_offsets,
-    X_STEP: tl.constexpr,
-    Y_STEP: tl.constexpr,
-    steps,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHUFFLED: tl.constexpr,
-):
+    lhs, x_offsets, lhs_scales, x_scale_offsets, rhs, y_offsets, rhs_scales, y_scale_offsets,
+    X_STEP: tl.constexpr, Y_STEP: tl.constexpr, steps, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHUFFLED: tl.constexpr,
+):  # fmt: skip
     """Returns the product in float32 of the rows that the offsets name, summed over K in steps of BLOCK_K.
 
     If `steps` is not None, it is summed over as many steps. With SHUFFLED and steps of 128, which must divide

@@ -175,23 +175,9 @@ def constants_of(
 
 @triton.jit
 def carry_kernel(
-    words,
-    scales,
-    out,
-    unit,
-    lost,
-    grouped,
-    group_scales,
-    far,
-    lost_sum,
-    N,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    E5M2: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    words, scales, out, unit, lost, grouped, group_scales, far, lost_sum, N, K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, E5M2: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Converts BLOCKS of the K blocks of ROWS rows of words [v, N, 4 K] and scales [v, N, K].
 
     The outputs are out [v, N, 8 K], unit [v, N] and lost [v, programs], uint32, whose bit i is set if row i
@@ -208,30 +194,10 @@ def carry_kernel(
 
 @triton.jit
 def carry_both_kernel(
-    words,
-    scales,
-    other_words,
-    other_scales,
-    out,
-    unit,
-    lost,
-    grouped,
-    group_scales,
-    far,
-    lost_sum,
-    other_out,
-    other_unit,
-    other_lost,
-    N,
-    OTHER_N,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    E5M2: tl.constexpr,
-    OTHER_E5M2: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    words, scales, other_words, other_scales, out, unit, lost, grouped, group_scales, far, lost_sum,
+    other_out, other_unit, other_lost, N, OTHER_N, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, E5M2: tl.constexpr, OTHER_E5M2: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Does what `carry_kernel` does, and for the other operand, of OTHER_N rows, without groups.
 
     The grid is (programs of both, v).
@@ -265,22 +231,9 @@ def carry_both_kernel(
 
 @triton.jit
 def _carry_rows(
-    words,
-    scales,
-    out,
-    unit,
-    lost,
-    groups,
-    program,
-    programs,
-    N,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    E5M2: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    words, scales, out, unit, lost, groups, program, programs, N, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, E5M2: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Does what one of an operand's `programs` does; see `carry_kernel`, whose last outputs `groups` are."""
     PARTS: tl.constexpr = (K + BLOCKS - 1) // BLOCKS  # programs per row; if more than one, ROWS is 1
     LOW: tl.constexpr = _E5M2_LOW if E5M2 else _E4M3_LOW

@@ -13,36 +13,12 @@ from mxjax.kernels.matmul.lost_rows import count_lost, find_lost, some_lost
 
 @triton.jit
 def correct_kernel(
-    before,
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    lhs_unit,
-    rhs_unit,
-    lhs_lost,
-    rhs_lost,
-    lhs_grouped,
-    lhs_group_scales,
-    lhs_far,
-    rhs_fp8,
-    out,
-    lhs_factors,
-    rhs_factors,
-    scratch,
-    M,
-    N,
-    K: tl.constexpr,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LARGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    before, lhs, lhs_scales, rhs, rhs_scales, lhs_unit, rhs_unit, lhs_lost, rhs_lost, lhs_grouped,
+    lhs_group_scales, lhs_far, rhs_fp8, out, lhs_factors, rhs_factors, scratch, M, N, K: tl.constexpr,
+    LHS_ROWS: tl.constexpr, RHS_ROWS: tl.constexpr, PARTS: tl.constexpr, LARGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FP8_N: tl.constexpr,
-):
+):  # fmt: skip
     """Recomputes the rows of out [b, M, N] whose row of lhs lost elements, and columns likewise for rhs.
 
     They become those of lhs[b] @ rhs[b].T divided by the factors of their rows and columns, as the rest of
@@ -144,29 +120,10 @@ def correct_part(
 
 @triton.jit
 def _put_near_tile(
-    x,
-    x_scales,
-    y,
-    x_unit,
-    y_unit,
-    lost,
-    far,
-    columns_lost,
-    out,
-    scratch,
-    tile,
-    is_first,
-    SCALED: tl.constexpr,
-    M,
-    N,
-    K: tl.constexpr,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    LARGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x, x_scales, y, x_unit, y_unit, lost, far, columns_lost, out, scratch, tile, is_first,
+    SCALED: tl.constexpr, M, N, K: tl.constexpr, LHS_ROWS: tl.constexpr, RHS_ROWS: tl.constexpr,
+    LARGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Writes a tile of x @ y.T, of rows that lost elements and are not far, but for columns that did.
 
     Each strip of BLOCK_M such rows has tiles across all columns. A program finds the rows of a strip with its
@@ -188,33 +145,11 @@ def _put_near_tile(
 
 @triton.jit
 def _put_far_tile(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    lhs_unit,
-    rhs_unit,
-    lhs_lost,
-    rhs_lost,
-    out,
-    scratch,
-    tile,
-    is_first,
-    of_rows,
-    first_step,
-    steps,
-    SCALED: tl.constexpr,
-    M,
-    N,
-    K: tl.constexpr,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LARGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    lhs, lhs_scales, rhs, rhs_scales, lhs_unit, rhs_unit, lhs_lost, rhs_lost, out, scratch, tile, is_first,
+    of_rows, first_step, steps, SCALED: tl.constexpr, M, N, K: tl.constexpr, LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr, PARTS: tl.constexpr, LARGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Writes a tile of lost rows or columns, from the packed operands; see `_place_of`."""
     rows, columns = _place_of(
         lhs_lost,
@@ -243,20 +178,9 @@ def _put_far_tile(
 
 @triton.jit
 def _place_of(
-    lhs_lost,
-    rhs_lost,
-    scratch,
-    tile,
-    is_first,
-    of_rows,
-    M,
-    N,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    lhs_lost, rhs_lost, scratch, tile, is_first, of_rows, M, N, LHS_ROWS: tl.constexpr,
+    RHS_ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Returns the rows and columns of a tile; past the end they are M and N, or more.
 
     The first `of_rows` tiles are of strips of BLOCK_M lost rows across all columns, the others of strips of

@@ -206,21 +206,10 @@ def constants_of(m: int, n: int, k: int, tiles: Tiles, target: Target | None) ->
 
 @triton.jit
 def gemm_kernel(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SHUFFLED: tl.constexpr,
-    XCDS: tl.constexpr,
-):
+    lhs, lhs_scales, rhs, rhs_scales, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SHUFFLED: tl.constexpr, XCDS: tl.constexpr,
+):  # fmt: skip
     """Computes one BLOCK_M x BLOCK_N tile of out[b] = lhs[b] @ rhs[b].T; the grid is (tiles, batch).
 
     With SHUFFLED, scales are in the order of `shuffle_scales` for gfx950, and BLOCK_K is 256, or 128 if that
@@ -252,16 +241,9 @@ def gemm_kernel(
 
 @triton.jit
 def store_tile(
-    out,
-    acc,
-    tile_m,
-    tile_n,
-    batch,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    out, acc, tile_m, tile_n, batch, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Stores the part of a tile that lies inside out [batch, M, N], rounded to its dtype."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     columns = tl.arange(0, BLOCK_N)[None, :]

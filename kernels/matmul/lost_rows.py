@@ -45,15 +45,8 @@ def count_lost(flags, without, LENGTH, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def find_lost(
-    flags,
-    without,
-    scratch,
-    strip,
-    LENGTH,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    flags, without, scratch, strip, LENGTH, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes to scratch a strip's BLOCK rows of those that lost elements; past the last of them, LENGTH.
 
     `without` is as in `_group_flags`.
@@ -147,19 +140,9 @@ def constants_of(m: int, n: int, dtype: jnp.dtype, right: jnp.dtype, rows: int) 
 
 @triton.jit
 def sift_kernel(
-    y,
-    lost_sum,
-    lost,
-    far,
-    still_lost,
-    still_far,
-    M,
-    N,
-    FROM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
+    y, lost_sum, lost, far, still_lost, still_far, M, N, FROM: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
     """Writes still_lost and still_far [v, ceil(M / ROWS)], the flags of rows with an element below a bound.
 
     The inputs are y [v, M, N], lost_sum [v, M], read in lost rows, and the flags lost and far

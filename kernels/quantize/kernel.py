@@ -213,18 +213,9 @@ def group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVE
 
 @triton.jit
 def _store_scales(
-    amax,
-    scales,
-    blocks,
-    others,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OTHER: tl.constexpr,
-    LENGTH,
-    CARRY: tl.constexpr,
-    SQUARE: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
+    amax, scales, blocks, others, GROUP: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr, LENGTH,
+    CARRY: tl.constexpr, SQUARE: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
     """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
 
     Args:
