@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mxjax.numerics.delayed import Scales
-from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Gated, GatedGradient, Norm, check_norm, normed, rms_norm, swiglu
 from mxjax.operands.use import OperandUse
 from mxjax.policy.policy import Policy
@@ -22,7 +21,7 @@ from mxjax.products.dot import check_key
 from mxjax.products.gradients import gradients_read_tensors
 from mxjax.products.implementations import Implementation, form_of, implementations_of
 from mxjax.products.linear import Options, backward, forward, linear, value_of
-from mxjax.products.prepare import prepares_computed
+from mxjax.products.prepare import prepares_computed, prepares_gated
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.mesh import Layout, sums_on_each_device, varying_as
 from mxjax.runtime.primitives import as_primitive
@@ -233,9 +232,7 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
         OperandUse(-1, up.dgrad.lhs, up.dgrad.rotation, form=form_of(up_gemms.dgrad)),
         OperandUse(-2, up.wgrad.rhs, up.wgrad.rotation, form=form_of(up_gemms.wgrad)),
     )
-    # Gate and up projection share no block of the gradient's rows.
-    whole = width % BLOCK == 0
-    return whole and all(prepares_computed(*uses, tokens, 2 * width) for uses in (result, gradient))
+    return all(prepares_gated(*uses, tokens, width) for uses in (result, gradient))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mxjax.numerics.array import MXArray
+from mxjax.numerics.formats import BLOCK
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import (
     KernelOperand,
@@ -187,6 +188,12 @@ def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Literal["packe
     rows, columns = ({use.axis: use for use in uses}.get(axis) for axis in (-1, -2))
     rotates = all(use.rotation_size <= LARGEST_ROTATION for use in uses)
     return rotates and fit((rows, columns), form, target, x.shape, x.dtype)
+
+
+def prepares_gated(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
+    """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two uses here."""
+    # Gate and up projection share no block of the gradient's rows.
+    return c % BLOCK == 0 and prepares_computed(rows, columns, r, 2 * c)
 
 
 def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
