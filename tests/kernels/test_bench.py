@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels import attention, context, dot, quantize, ragged
-from models.attention.partial import Results
 from mxjax.kernels.selftest import tune_gemm
 from mxjax.kernels.selftest.measured import Timing, measure
 
@@ -216,23 +215,6 @@ def test_shapes_that_cannot_be_are_refused(benchmark, shape, message, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--shapes", shape])
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("device", range(3))
-def test_the_gathered_chunks_of_a_device_have_its_attention(device):
-    """By three devices, each of which has two of six chunks, beside whole attention in float32."""
-    q, k, v, dout = (x.astype(jnp.float32) for x in context._tensors(attention.Shape(1, 48, 2, 1, 64))[0])
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    rows = np.r_[device * 8 : device * 8 + 8, 40 - device * 8 : 48 - device * 8]
-    with jax.default_matmul_precision("highest"):
-        out, vjp = jax.vjp(attend, q, k, v)
-        wanted = vjp(jnp.zeros_like(dout).at[:, rows].set(dout[:, rows]))
-        found, lse = context._attend(3, device, q[:, rows], k, v)
-        of_rows = dout[:, rows], jnp.sum(found * dout[:, rows], axis=-1)
-        gradients = context._gradients(3, device, q[:, rows], k, v, Results(found, lse, *of_rows))
-    np.testing.assert_allclose(found, out[:, rows], rtol=1e-4, atol=1e-5)
-    for got, exact in zip(gradients, (wanted[0][:, rows], *wanted[1:]), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_the_reference_of_attention_has_the_gradients_of_jax():
