@@ -199,7 +199,7 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch):
 def test_context_times_every_way_to_share_a_sequence(report):
     _, found = report(context, "--shapes", "1x64x2x1x64", *ONCE)
     assert "devices" in found
-    ways = ("one device", "ring", "all-gather", "all-to-all")
+    ways = ("one device", "ring", "all-to-all")
     timed = [(r["which"], r["by"]) for r in found["records"] if "absent" not in r]
     assert timed == [(which, by) for which in ("forward", "forward and backward") for by in ways]
 
