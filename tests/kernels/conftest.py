@@ -6,10 +6,8 @@ import pytest
 from support.gpu import HAS_GPU
 
 # How the names of modules begin whose tests run on a GPU too.
-NATIVE = (
-    *("test_attention", "test_carry", "test_draws", "test_fp4_gemm", "test_fp8_matmul", "test_grouped"),
-)
-NATIVE += ("test_products", "test_quantize")
+_NAMES = "attention carry draws fp4_gemm fp8_matmul grouped products quantize"
+NATIVE = tuple(f"test_{name}" for name in _NAMES.split())
 
 
 def pytest_collection_modifyitems(items):

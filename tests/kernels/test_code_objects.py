@@ -228,8 +228,8 @@ def assert_computes_what_is_expected(record):
 
 @parametrize(
     ("folder", "pattern"),
-    slow=[*(("builds", pattern) for pattern in INTERPRETED)],
-    exhaustive=[*(("more_builds", pattern) for pattern in MORE_INTERPRETED)],
+    slow=[("builds", pattern) for pattern in INTERPRETED],
+    exhaustive=[("more_builds", pattern) for pattern in MORE_INTERPRETED],
 )
 def test_sm_90_kernels_compute_what_is_expected(request, folder, pattern, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)

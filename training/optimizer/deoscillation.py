@@ -108,7 +108,7 @@ def check_policies(phases: Sequence[LayerPolicies]) -> None:
         if not fprops:
             raise ValueError(
                 f"--deoscillate has no effect{phase}: no weight of the blocks is in 4 bits; change "
-                "--policy or --layers, e.g. 'blocks[2:4].*=primus_turbo'"
+                "--policy or --layers, e.g. 'blocks[-1].*=primus_turbo'"
             )
         if any(fprop.rotation or fprop.rhs.needs_key for fprop in fprops):
             raise ValueError(

@@ -97,7 +97,8 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         for prefix in prefixes:
             check_tokens_of(origin, "--data", prefix)
     tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
-    check_same_tokens(tokenizer, (*prefixes, *config.data.eval_paths.values()))
+    datasets = (*prefixes, *config.data.eval_paths.values())
+    check_same_tokens(tokenizer, datasets, source if begun is not None else None)
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)

@@ -41,14 +41,20 @@ def checksum_of_data(data: Sequence[str]) -> str | None:
     return next((tokens_checksum(path) for path in paths if path.exists()), None)
 
 
-def check_same_tokens(checksum: str | None, prefixes: Iterable[str]) -> None:
-    """Raises ValueError if a tokenizer that lies beside a dataset has other tokens than the run's."""
+def check_same_tokens(
+    checksum: str | None, prefixes: Iterable[str], begun: pathlib.Path | None = None
+) -> None:
+    """Raises ValueError if a tokenizer that lies beside a dataset has other tokens than the run's.
+
+    Args:
+      checksum: that of the run's tokens; None for text.
+      prefixes: the datasets, to train and to evaluate on.
+      begun: the folder of the run that goes on; None for a new one.
+    """
+    whose = "the rest of --data and --eval-data" if begun is None else f"those that {begun} began with"
     for path in map(tokenizer_path, prefixes):
         if checksum is not None and path.exists() and tokens_checksum(path) != checksum:
-            raise ValueError(
-                f"{path} has other tokens than the rest of --data and --eval-data; tokenize all texts by one "
-                "--tokenizer"
-            )
+            raise ValueError(f"{path} has other tokens than {whose}; tokenize all texts by one --tokenizer")
 
 
 def _tokenizers_of(data: Sequence[str]) -> list[pathlib.Path]:

@@ -84,7 +84,7 @@ def test_products_of_like_scales_are_exact(carriers, target):
             np.testing.assert_array_equal(y, wanted.astype(dtype))
 
 
-@parametrize("carriers", ("e5m2", "e4m3"), slow=[*((c, c) for c in ("e4m3", "e5m2"))], ids=str)
+@parametrize("carriers", ("e5m2", "e4m3"), slow=[("e4m3", "e4m3"), ("e5m2", "e5m2")], ids=str)
 @parametrize("k", 96, exhaustive=[8224])
 def test_what_carriers_lose_is_recomputed(carriers, k):
     """Scales span more than FP8 does, so that rows of both operands lose elements, near and far.

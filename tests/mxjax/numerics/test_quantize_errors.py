@@ -61,7 +61,7 @@ X = np.ones((3, 64), np.float32)
         (
             lambda: mxjax.unpack(jnp.ones(3, jnp.uint8), size=4),
             ValueError,
-            "bytes along axis 0 for 4 elements",
+            "3 bytes along axis 0 for 4 elements",
         ),
         (lambda: mxjax.unpack(jnp.uint8(1)), ValueError, "unpack needs an array with an axis"),
     ],

@@ -67,7 +67,10 @@ def test_the_default_is_mxfp4_to_nearest_by_the_floor_rule():
         (Rotation(32, "fixed"), "H32 fixed signs"),
         (BF16, "bf16 x bf16"),
         (Gemm(rotation=Rotation(32)), "mxfp4:floor x mxfp4:floor (H32)"),
-        (Policy(BF16, BF16, BF16), "fprop bf16 x bf16 | dgrad bf16 x bf16 | wgrad bf16 x bf16"),
+        (
+            Policy(BF16, Gemm(), Gemm(rotation=Rotation())),
+            "fprop bf16 x bf16 | dgrad mxfp4:floor x mxfp4:floor | wgrad mxfp4:floor x mxfp4:floor (H16)",
+        ),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ def test_the_mapped_axis_may_be_any_axis_of_x():
     assert_same((y.swapaxes(0, 1), dx.swapaxes(0, 1), dw), swapped)
 
 
-@parametrize(("x_axis", "policy"), (None, POLICIES[0]), slow=[*((axis, POLICIES[1]) for axis in (0, None))])
+@parametrize(("x_axis", "policy"), (None, POLICIES[0]), slow=[(0, POLICIES[1]), (None, POLICIES[1])])
 def test_where_w_is_mapped_the_axis_is_a_batch_axis(x_axis, policy):
     ws = draw(6, 40, 24, seed=4)
     x = X if x_axis == 0 else X[0]

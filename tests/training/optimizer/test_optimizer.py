@@ -57,13 +57,13 @@ def test_other_schedules_by_hand(flags, rates):
     ("flags", "said"),
     [
         ("--adam-lr 1e-3", "--adam-lr 0.001 is for --optimizer muon, and not for adamw; leave it out"),
-        ("--momentum 0.9", "--momentum 0.9 is for --optimizer muon or sgd, and not for adamw; leave it at"),
+        ("--momentum 0.9", " 0.9 is for --optimizer muon or sgd, and not for adamw; leave it at 0.95"),
         ("--consistent-rms None", "--consistent-rms None is for --optimizer muon, and not for adamw"),
         ("--optimizer sgd --b2 0.9", "--b2 0.9 is for --optimizer adamw or muon, and not for sgd"),
         ("--optimizer sgd --eps 1e-8", "--eps 1e-08 is for --optimizer adamw or muon, and not for sgd"),
         (
             "--schedule constant --decay 10",
-            "--decay 10 is for --schedule cosine or wsd, and not for constant",
+            "--decay 10 is for --schedule cosine or wsd, and not for constant; leave it out",
         ),
         ("--min-lr-ratio 0 --decay 69", "the cosine ends at step 99, and the rate of the others up to"),
         ("--decay-shape 1-sqrt", "--decay-shape 1-sqrt is for --schedule wsd, and not for cosine"),

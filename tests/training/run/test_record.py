@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import jax
 import pytest
@@ -156,6 +157,8 @@ def test_datasets_of_two_tokenizers_are_refused(tmp_path):
     check_same_tokens(checksum_of_data([text]), [text, other])
     with pytest.raises(ValueError, match=f"{other}.tokenizer.json has other tokens than the rest of --data"):
         check_same_tokens(checksum, [ours, same, other])
+    with pytest.raises(ValueError, match=r"has other tokens than those that runs/a began with; tokenize"):
+        check_same_tokens(checksum, [other], pathlib.Path("runs/a"))
 
 
 def test_an_import_continued_in_place_and_new_data_to_evaluate_have_its_tokens(tmp_path):
