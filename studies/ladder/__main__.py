@@ -136,7 +136,8 @@ def _run_workers(count: int) -> int:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(count)]
-    share = f"{0.9 / -(-count // len(devices)):.2f}"
+    each = -(-count // len(devices))
+    shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / each:.2f}"} if each > 1 else {}
     command = [sys.executable, "-m", "studies.ladder", *sys.argv[1:], "--workers", "1"]
     processes, ended = list[subprocess.Popen](), list[int]()
 
@@ -147,8 +148,8 @@ def _run_workers(count: int) -> int:
 
     signal.signal(signal.SIGTERM, end)
     for device in itertools.islice(itertools.cycle(devices), count):
-        chosen = {"CUDA_VISIBLE_DEVICES": device, "XLA_PYTHON_CLIENT_MEM_FRACTION": share}
-        processes.append(subprocess.Popen(command, env=os.environ | chosen))
+        environment = os.environ | shared | {"CUDA_VISIBLE_DEVICES": device}
+        processes.append(subprocess.Popen(command, env=environment))
     if ended:  # while they were started
         end(ended[0], None)
     return max(128 - status if status < 0 else status for status in [p.wait() for p in processes])

@@ -264,7 +264,7 @@ def test_workers_take_the_visible_devices_in_turn(monkeypatch):
 
     class Process:
         def __init__(self, command, env):
-            share = env["XLA_PYTHON_CLIENT_MEM_FRACTION"]
+            share = env.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
             started.append((command[3:], env["CUDA_VISIBLE_DEVICES"], share))
 
         def wait(self):
@@ -274,8 +274,9 @@ def test_workers_take_the_visible_devices_in_turn(monkeypatch):
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     monkeypatch.setattr(program.sys, "argv", ["study", "run", "grid-60m", "--workers=2"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     command = ["run", "grid-60m", "--workers=2", "--workers", "1"]
-    for count, gpus, share in ((2, "45", "0.90"), (3, "454", "0.45")):
+    for count, gpus, share in ((2, "45", None), (3, "454", "0.45")):
         started.clear()
         assert program._run_workers(count) == 143
         assert started == [(command, gpu, share) for gpu in gpus]
