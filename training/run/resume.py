@@ -157,7 +157,7 @@ def check_resumable(config: Config, saved: Config, folder: pathlib.Path) -> None
     if differences:
         what = f"--resume: {folder} holds another run; leave these flags out or choose another --out."
         if branches:
-            what = f"--branch goes on with the flags of {folder}; leave these out."
+            what = f"--branch goes on with the flags of {folder}; leave these out, or begin a run by --init."
         raise ValueError("\n  ".join([what, *differences]))
 
 
