@@ -6,6 +6,7 @@ Nothing is computed or written, and the mesh may have more devices than there ar
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,14 +134,16 @@ def forecast(config: Config) -> str:
     device = f"the {gib(there_is)} GiB of a device here ({jax.local_devices()[0].device_kind})"
     if needed.total <= there_is:
         return "\n".join([*lines, f"that fits {device}"])
-    lines.append(f"that is more than {device}; with less memory:")
+    lines.append(f"that is more than {device}; with less memory, and the first of these GPUs that has it:")
     least = needed.total
     for setting in outline.changes(given):
         total = outline.memory(setting).total
         if total >= least:
             continue
         least = total
-        lines.append(f"  {_flags(setting)}: {gib(total)} GiB" + (", which fits" if total <= there_is else ""))
+        room = (name for name, gigabytes in _GPUS.items() if total <= max(_SHARES) * gigabytes * 1e9)
+        words = f"{gib(total)} GiB", *itertools.islice(room, 1), *(["fits here"] if total <= there_is else [])
+        lines.append(f"  {_flags(setting)}: {', '.join(words)}")
         if total <= there_is:
             return "\n".join(lines)
     lines.append("none of them fits: shorten --seq-len, or choose a smaller --model or more devices")
