@@ -15,7 +15,7 @@ from training.process.environment import input_errors
 RUNS = RESULTS / "recipes.jsonl"
 PAGE = RESULTS.parent / "recipes.md"
 COMMAND = "python -m studies.ladder recipes"
-_HEADER = "recipe | runs | diverged | loss | minus fp8 | 95 % | tokens/s | GiB a step"
+_HEADER = "recipe | runs | loss | minus fp8 | 95 % | tokens/s | GiB a step"
 
 
 def recipes_table(runs: Sequence[Run]) -> str:
@@ -34,8 +34,11 @@ def recipes_table(runs: Sequence[Run]) -> str:
 def _row(cell: CellResult, base: CellResult | None) -> list[object]:
     fastest = max(cell.runs.values(), key=lambda run: run["tokens"] / run["seconds"])
     memory = fastest.get("step_bytes")
+    label, runs, diverged, *losses = beside(cell, base)
     return [
-        *beside(cell, base),
+        label,
+        f"{runs}, {diverged} diverged" if diverged else runs,
+        *losses,
         f"{fastest['tokens'] / fastest['seconds']:,.0f}",
         f"{memory / 2**30:.2f}" if memory else "-",
     ]
