@@ -111,12 +111,9 @@ def triton_call(
             f"triton_call needs at most {MOST_PROGRAMS} programs along each axis but the first on CUDA, "
             f"got {grid}; split the tensor"
         )
-    # Without barriers XLA lets a call read slices, or write a slice, of the arrays of a loop around it, and
-    # forgets that its result has the memory of an argument (DynamicSliceFusionRewriterV2 sets no aliasing).
-    hidden = jax.lax.optimization_barrier if in_place else list
     written = kernel_call(
         kernel,
-        hidden(arrays),
+        arrays,
         out,
         grid,
         backend=target.backend,
@@ -127,7 +124,7 @@ def triton_call(
         constants=constants,
         in_place=in_place,
     )
-    return [varying_as(y, *arrays) for y in hidden(written)]
+    return [varying_as(y, *arrays) for y in written]
 
 
 def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:

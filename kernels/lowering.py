@@ -105,8 +105,11 @@ def kernel_call(
     options, constants = _freeze(options), _freeze(specialized(kernel, backend, constants))
     dtypes = tuple(x.dtype.name for x in (*arrays, *out))
     _traced.append((kernel, dtypes, backend, arch, options, constants))
-    return _kernel_call.bind(
-        *arrays,
+    # Without barriers XLA lets a call read slices, or write a slice, of the arrays of a loop around it, and
+    # forgets that its result has the memory of an argument (DynamicSliceFusionRewriterV2 sets no aliasing).
+    hidden = jax.lax.optimization_barrier if in_place else list
+    written = _kernel_call.bind(
+        *hidden(arrays),
         kernel=kernel,
         out=tuple((o.shape, jax.numpy.dtype(o.dtype)) for o in out),
         grid=grid,
@@ -116,6 +119,7 @@ def kernel_call(
         sizes=sizes,
         in_place=in_place,
     )
+    return hidden(written)
 
 
 def _freeze(values: Mapping[str, Any]) -> Frozen:

@@ -65,9 +65,7 @@ from training.run.resume import (
     read_run_to_resume,
 )
 from training.run.tokens import (
-    check_same_tokens,
-    check_tokens_of,
-    checksum_of_data,
+    checked_tokens,
     how_to_tokenize,
     own_tokenizer,
 )
@@ -92,13 +90,7 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
         check_tensorboard()
     if config.observe.wandb:
         check_wandb()
-    prefixes = parse_blend(config.data.data)[0] if is_indexed(config.data.data) else config.data.data
-    if (origin := source or config.init) is not None and begun is None:
-        for prefix in prefixes:
-            check_tokens_of(origin, "--data", prefix)
-    tokenizer = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(config.data.data)
-    datasets = (*prefixes, *config.data.eval_paths.values())
-    check_same_tokens(tokenizer, datasets, source if begun is not None else None)
+    tokenizer = checked_tokens(config.data, saved, source, config.init)
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
     model = dataclasses.replace(model, vocab_size=corpus.vocab_size)

@@ -7,15 +7,17 @@ import json
 import pathlib
 import shlex
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from models.received import parse_json
+from training.config import DataConfig
 from training.data.megatron import is_indexed, parse_blend
 from training.data.text import VOCAB_SIZE
 from training.data.tokenizer import read_tokenizer, tokenizer_path
 from training.files import HUGGINGFACE
 from training.run.record import model_of, read_run_config
-from training.run.resume import begun_run
+from training.run.resume import begun_config, begun_run
 
 
 def tokens_checksum(tokenizer: pathlib.Path) -> str:
@@ -41,20 +43,30 @@ def checksum_of_data(data: Sequence[str]) -> str | None:
     return next((tokens_checksum(path) for path in paths if path.exists()), None)
 
 
-def check_same_tokens(
-    checksum: str | None, prefixes: Iterable[str], begun: pathlib.Path | None = None
-) -> None:
-    """Raises ValueError if a tokenizer that lies beside a dataset has other tokens than the run's.
+def checked_tokens(
+    data: DataConfig, saved: Mapping[str, Any], source: pathlib.Path | None, init: pathlib.Path | None
+) -> str | None:
+    """Returns the checksum of the tokens of a run's data; None for text.
 
     Args:
-      checksum: that of the run's tokens; None for text.
-      prefixes: the datasets, to train and to evaluate on.
-      begun: the folder of the run that goes on; None for a new one.
+      saved: config.json of the run at `source`, which goes on; empty for a new one.
+      init: the run with whose weights a new one begins.
+
+    Raises:
+      ValueError: a dataset, to train or to evaluate on, has other tokens than the run, or than those weights.
     """
-    whose = "the rest of --data and --eval-data" if begun is None else f"those that {begun} began with"
-    for path in map(tokenizer_path, prefixes):
+    prefixes = parse_blend(data.data)[0] if is_indexed(data.data) else data.data
+    whose = f"those that {source} began with"
+    if begun_config(saved) is None:
+        whose = "the rest of --data and --eval-data"
+        if (origin := source or init) is not None:
+            for prefix in prefixes:
+                check_tokens_of(origin, "--data", prefix)
+    checksum = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(data.data)
+    for path in map(tokenizer_path, (*prefixes, *data.eval_paths.values())):
         if checksum is not None and path.exists() and tokens_checksum(path) != checksum:
             raise ValueError(f"{path} has other tokens than {whose}; tokenize all texts by one --tokenizer")
+    return checksum
 
 
 def _tokenizers_of(data: Sequence[str]) -> list[pathlib.Path]:

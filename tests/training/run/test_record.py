@@ -15,8 +15,8 @@ from training.files import HUGGINGFACE
 from training.run.record import documents_of_run, from_json, read_run_config, to_json, write_run_config
 from training.run.setup import set_up
 from training.run.tokens import (
-    check_same_tokens,
     check_tokens_of,
+    checked_tokens,
     checksum_of_data,
     find_tokenizer,
     tokens_checksum,
@@ -152,13 +152,20 @@ def test_datasets_of_two_tokenizers_are_refused(tmp_path):
     for name, merges in (("ours", ["a b"]), ("same", ["a b"]), ("other", [])):
         write(tmp_path / name, merges=merges)
     ours, same, other, text = (str(tmp_path / name) for name in ("ours", "same", "other", "text"))
-    checksum = checksum_of_data(["0.5", ours, "0.5", same])
-    check_same_tokens(checksum, [ours, same, text])
-    check_same_tokens(checksum_of_data([text]), [text, other])
-    with pytest.raises(ValueError, match=f"{other}.tokenizer.json has other tokens than the rest of --data"):
-        check_same_tokens(checksum, [ours, same, other])
+
+    def checked(*data, eval_data=(), saved=None):
+        return checked_tokens(DataConfig(data, eval_data), saved or {}, pathlib.Path("runs/a"), None)
+
+    saved = {"data": {}, "config": to_json(Config()), "tokenizer": checksum_of_data([ours])}
+    assert checked("0.5", ours, "0.5", same, eval_data=(text,), saved=saved) == saved["tokenizer"]
     with pytest.raises(ValueError, match=r"has other tokens than those that runs/a began with; tokenize"):
-        check_same_tokens(checksum, [other], pathlib.Path("runs/a"))
+        checked(other, saved=saved)
+    assert checked_tokens(DataConfig((text,), (other,)), {}, None, None) is None
+    for data, held_out in ((("0.5", ours, "0.5", other), ()), ((ours,), (other,))):
+        with pytest.raises(
+            ValueError, match=f"{other}.tokenizer.json has other tokens than the rest of --data"
+        ):
+            checked_tokens(DataConfig(data, held_out), {}, None, None)
 
 
 def test_an_import_continued_in_place_and_new_data_to_evaluate_have_its_tokens(tmp_path):
