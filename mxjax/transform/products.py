@@ -17,7 +17,7 @@ from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_ot
 from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
 from mxjax.transform.report import NO_POLICY, Found, policy_name
 
-_MXJAX = ("mxjax_linear", "mxjax_gated_product", "mxjax_normed_product")
+_MXJAX = ("mxjax_linear", "mxjax_fused_products")
 
 
 def planners(implementation: Implementation | None) -> dict[str, Planner]:
