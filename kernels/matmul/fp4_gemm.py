@@ -218,24 +218,9 @@ def gemm_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
     acc = accumulate_tile(
-        lhs,
-        lhs_scales,
-        rhs,
-        rhs_scales,
-        tile_m,
-        tile_n,
-        batch,
-        batch,
-        0,
-        None,
-        M,
-        N,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SHUFFLED,
-    )
+        lhs, lhs_scales, rhs, rhs_scales, tile_m, tile_n, batch, batch, 0, None, M, N, K, BLOCK_M, BLOCK_N,
+        BLOCK_K, SHUFFLED,
+    )  # fmt: skip
     store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
 
 

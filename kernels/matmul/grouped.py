@@ -1,7 +1,7 @@
 """Grouped GEMMs: one launch for all experts, whose sizes are known at run time only.
 
 Operands are K-major, as in `mxjax.kernels.matmul.fp4_gemm`. Tokens are sorted by expert, each expert's in
-runs that are filled up with zeros (`mxjax.products.expert_runs`). Packed MXFP4 operands are multiplied in
+runs that are filled up with zeros (`mxjax.products.expert_rows`). Packed MXFP4 operands are multiplied in
 FP4, or on FP8 matrix units: exact in FP8 carriers, else recomputed, as in `mxjax.kernels.matmul.fp8_matmul`.
 """
 
@@ -46,7 +46,7 @@ WIDE = Tiles(128, 256, 64, warps=8, stages=3)
 
 
 class Places(NamedTuple):
-    """Where the rows of experts are; see `mxjax.products.expert_runs.Runs`.
+    """Where the rows of experts are; see `mxjax.products.expert_rows.Runs`.
 
     Attributes:
       run: rows of a run, a multiple of RUN.

@@ -97,26 +97,10 @@ def correct_experts(
 
 @triton.jit
 def sift_experts_kernel(
-    y,
-    lost_sum,
-    lost,
-    far,
-    lhs_unit,
-    rhs_unit,
-    experts,
-    starts,
-    ends,
-    still_lost,
-    still_far,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RUN: tl.constexpr,
-    FROM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
+    y, lost_sum, lost, far, lhs_unit, rhs_unit, experts, starts, ends, still_lost, still_far, M: tl.constexpr,
+    N: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, FROM: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
     """Does what `lost_rows.sift_kernel` does, of rows of experts; the grid is (M / ROWS,)."""
     program = tl.program_id(0)
     expert, y_row, rows = place_of(experts, starts, ends, program, RUN, ROWS)
@@ -138,38 +122,12 @@ def sift_experts_kernel(
 
 @triton.jit
 def correct_experts_kernel(
-    before,
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    lhs_unit,
-    rhs_unit,
-    lhs_lost,
-    rhs_lost,
-    lhs_grouped,
-    lhs_group_scales,
-    lhs_far,
-    rhs_fp8,
-    starts,
-    ends,
-    out,
-    scratch,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    RUN: tl.constexpr,
-    SUMS: tl.constexpr,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LARGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FP8_N: tl.constexpr,
-):
+    before, lhs, lhs_scales, rhs, rhs_scales, lhs_unit, rhs_unit, lhs_lost, rhs_lost, lhs_grouped,
+    lhs_group_scales, lhs_far, rhs_fp8, starts, ends, out, scratch, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, RUN: tl.constexpr, SUMS: tl.constexpr, LHS_ROWS: tl.constexpr, RHS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, LARGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP8_N: tl.constexpr,
+):  # fmt: skip
     """Does what `mxjax.kernels.matmul.correct_kernel.correct_kernel` does, of products expert by expert.
 
     With SUMS, out [g, M, N] is of experts' runs of K, lhs [M, K] and rhs [N, K]. Otherwise out [rows, N] is
@@ -192,24 +150,6 @@ def correct_experts_kernel(
         out += row.to(tl.int64) * N
         first_step, steps = 0, None
     correct_part(
-        left,
-        left_part,
-        right,
-        right_part,
-        (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8),
-        out,
-        scratch,
-        first_step,
-        steps,
-        True,
-        K,
-        LHS_ROWS,
-        RHS_ROWS,
-        PARTS,
-        LARGE,
-        GROUP,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        FP8_N,
-    )
+        left, left_part, right, right_part, (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8), out, scratch,
+        first_step, steps, True, K, LHS_ROWS, RHS_ROWS, PARTS, LARGE, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, FP8_N,
+    )  # fmt: skip

@@ -119,7 +119,7 @@ def fused_mlp(
     if norm is not None:
         check_norm("fused_mlp", x, norm)
     products = _products(x, weights, policies, keys, implementation, layouts, scales)
-    if not kernels_take(x, *weights) or not _fuses(*products, x.size // d_in, width):
+    if not kernels_take(x, *weights) or not _fuses(products[0], products[1], x.size // d_in, width):
         return None
     if norm is not None and not fuses_norm(products[0], x.size // d_in, d_in):
         x, norm = rms_norm(x, norm), None

@@ -12,7 +12,7 @@ from support.oracles import types_unchecked
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
-from mxjax.products.expert_runs import runs_of
+from mxjax.products.expert_rows import runs_of
 
 X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
 SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
