@@ -10,7 +10,7 @@ from analysis.compare.runs import Group, Losses
 from analysis.records import binned
 from analysis.runs import RecordedRun
 from mxjax.policy import OPERANDS
-from training.process.extras import require
+from training.process.start import require
 
 _COLORS = ("#000000", "#0b4f9e", "#c2410c", "#2f8f4e", "#8a8a8a", "#b58bd0")
 """From dark to light, so that they differ in grey."""

@@ -15,9 +15,9 @@ import numpy as np
 
 import mxjax
 from models import decoder
+from models.block import part
 from models.configs import DecoderConfig
 from models.huggingface.architectures import model_type, shape_of, views
-from models.stacks import part
 from mxjax import Gemm, Operand
 from mxjax.numerics.blocks import spread
 from mxjax.numerics.formats import get_format

@@ -1,7 +1,7 @@
 """`transform`: a function whose products of weights and activations run in a policy.
 
-`tracing` makes a jaxpr of the function, `origins` tells weights from activations, `interpreter` plans what
-changes and computes it, and `products`, `shapes` and `control_flow` know JAX's primitives. Whatever is not a
+`tracing` makes a jaxpr of the function and tells weights from activations, `interpreter` plans what changes
+and computes it, and `products` and `control_flow` know JAX's primitives. Whatever is not a
 product with a policy is computed as before, bit for bit.
 """
 
@@ -18,11 +18,10 @@ from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_key
 from mxjax.products.implementations import Implementation
 from mxjax.recipes import as_policy
-from mxjax.transform import control_flow, products, shapes
-from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
-from mxjax.transform.origins import quoted
+from mxjax.transform import control_flow, products
+from mxjax.transform.interpreter import KEEPING, Context, Draw, Plan, evaluate, make_plan
 from mxjax.transform.report import Found, Report
-from mxjax.transform.tracing import LIBRARIES, Traced, trace
+from mxjax.transform.tracing import LIBRARIES, Traced, quoted, trace
 
 Rules = Sequence[tuple[str, Policy | str | None]]
 """(pattern, policy) pairs; None leaves products as they are."""
@@ -131,7 +130,7 @@ class Transformed:
         implementation: Implementation | None,
     ):
         self._f, self._policy, self._rules, self._weights = f, policy, rules, weights
-        self._planners = control_flow.PLANNERS | shapes.PLANNERS | products.planners(implementation)
+        self._planners = control_flow.PLANNERS | KEEPING | products.planners(implementation)
         functools.update_wrapper(self, f, updated=())
 
     def __repr__(self) -> str:

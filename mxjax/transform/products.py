@@ -14,8 +14,8 @@ from mxjax.products.dot_general import with_sharding
 from mxjax.products.implementations import Implementation
 from mxjax.products.ragged import ragged_dot
 from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_other
-from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
 from mxjax.transform.report import NO_POLICY, Found, policy_name
+from mxjax.transform.tracing import CASTS, DATA, Origin, aval, quoted, seen
 
 _MXJAX = ("mxjax_linear", "mxjax_fused_products")
 

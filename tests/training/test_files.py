@@ -7,7 +7,7 @@ import pytest
 
 from training.files import absolute_path, unused, whole_lines, write_atomically
 from training.process.environment import input_errors
-from training.process.extras import MissingExtraError, check_extra, require
+from training.process.start import MissingExtraError, check_extra, require
 
 
 def test_a_file_is_replaced(tmp_path):

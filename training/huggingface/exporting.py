@@ -39,7 +39,7 @@ from training.huggingface.model_card import (
 from training.log.metrics import best_step
 from training.optimizer.delayed import without_histories
 from training.phases import from_record, phase_at
-from training.process.extras import check_extra
+from training.process.start import check_extra
 from training.run.checkpoints import Checkpoints, Weights
 from training.run.checksums import saved_steps
 from training.run.frozen import restore_weights

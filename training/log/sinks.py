@@ -19,7 +19,7 @@ from typing import Any
 
 from models.received import read_text
 from training.files import write_atomically
-from training.process.extras import check_extra, require
+from training.process.start import check_extra, require
 
 PREFIX = "events.out.tfevents."
 """How the names of the files begin."""

@@ -17,8 +17,7 @@ import jax
 from rich.filesize import decimal
 
 import mxjax
-from training.process.extras import MissingExtraError
-from training.process.start import program_name
+from training.process.start import MissingExtraError, program_name
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a full quota, and a file that may not grow."""
