@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.matmul.fp4_gemm import multiply_flat, store_tile, tile_of
+from mxjax.kernels.matmul.fp4_gemm import batched, multiply_flat, store_tile, summing, tile_of
 from mxjax.kernels.matmul.tiles import Tiles
-from mxjax.kernels.mesh import batched_by_vmap, partitioned
 from mxjax.operands.kernel_operand import RUN
 from mxjax.runtime.devices import Target, current_target
 
@@ -53,28 +51,7 @@ def matmul(
 @functools.cache
 def _matmul(dtype, target: Target | None):
     """Returns the product as a function. JAX caches its trace, hence a separate function for each target."""
-
-    def part(lhs, lhs_scales, rhs, rhs_scales, summed_over):
-        if not summed_over:
-            return [_multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target)]
-        y = _multiply(lhs, lhs_scales, rhs, rhs_scales, jnp.dtype(jnp.float32), target)
-        return [lax.psum(y, summed_over).astype(dtype)]
-
-    def multiply(*operands):
-        k, runs = operands[0].shape[2], operands[1].shape[1]
-        if runs > 1 and k % RUN == 0 and runs % jax.device_count() == 0:
-            rule, sizes, whole, summed = (
-                "b m (k w), b k m, b n (k w), b k n",
-                {"k": runs, "w": RUN},
-                ["w"],
-                "k",
-            )
-        else:
-            rule, sizes, whole, summed = "b m w, b k m, b n w, b k n", {}, ["w", "k"], None
-        run = part if summed else functools.partial(part, summed_over=())
-        return partitioned(run, f"{rule} -> b m n", sizes, whole, summed)(*operands)
-
-    return batched_by_vmap(multiply)
+    return batched(summing(functools.partial(_multiply, target=target), dtype), "b m n", RUN, k_first=True)
 
 
 def _multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) -> jax.Array:

@@ -19,7 +19,7 @@ from mxjax.numerics.hadamard import fixed_signs, random_signs
 from mxjax.numerics.philox import KeyWords, key_words
 from mxjax.operands.use import Form, OperandUse
 from mxjax.policy.policy import OPERANDS, Gemm, Policy, Rotation
-from mxjax.products.implementations import BY_KERNEL, GemmImplementations, form_of
+from mxjax.products.implementations import GemmImplementations, form_of
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.keys import as_key, fold_each, over_keys
 
@@ -53,7 +53,8 @@ def uses_of_policy(
     """Returns the uses of all operands of a policy, with the random bits of a dot's key and its scales."""
     gemms = tuple(policy.gemms.values())
     keys = None if key is None else fold_each(key, 0, 3)
-    by_kernel = [gemm.needs_key and implementations[i] in BY_KERNEL for i, gemm in enumerate(gemms)]
+    forms: list[Form | None] = [form_of(implementation) for implementation in implementations]
+    by_kernel = [gemm.needs_key and forms[i] in ("packed", "bf16") for i, gemm in enumerate(gemms)]
     words = draw_words(gemms, key) if any(by_kernel) else None
     drawn = _draw_each(gemms, keys)
     fprop, dgrad, wgrad = (
@@ -61,7 +62,7 @@ def uses_of_policy(
             gemms[i],
             *CONTRACTED[i],
             drawn[i],
-            form_of(implementations[i]),
+            forms[i],
             None if words is None or not by_kernel[i] else words[i],
         )
         for i in range(3)

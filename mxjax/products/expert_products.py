@@ -24,7 +24,6 @@ from mxjax.operands.kernel_operand import KernelOperand, decode, values_of_runs
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import PolicyUses, uses_of_policy
 from mxjax.products.expert_rows import Grid, Groups, Runs, multiply_ragged, runs_number, runs_of
-from mxjax.products.implementations import KEPT
 from mxjax.products.linear import CARRIERS, Options
 from mxjax.products.multiply import xla_operands
 from mxjax.products.prepare import Prepared, prepare
@@ -177,15 +176,14 @@ def _devices(experts: Experts, rows: int, groups: Groups) -> _Devices:
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
 def _forward(experts: Experts, x, w, groups, key, *, keep: bool):
     """Returns y, and x and w as the backward GEMMs multiply them, where those take packed operands."""
-    gemms, dtypes = experts.options.gemms, experts.options.dtypes
     x, w = first_order_only(x), first_order_only(w)
     devices = _devices(experts, x.shape[0], groups)
     fprop, dgrad, wgrad = devices.uses(groups.places, key)
-    x_uses = [fprop.lhs, wgrad.lhs] if keep and gemms.wgrad in KEPT else [fprop.lhs]
-    w_uses = [fprop.rhs, dgrad.rhs] if keep and gemms.dgrad in KEPT else [fprop.rhs]
+    x_uses = [fprop.lhs, wgrad.lhs] if keep and wgrad.lhs.is_small else [fprop.lhs]
+    w_uses = [fprop.rhs, dgrad.rhs] if keep and dgrad.rhs.is_small else [fprop.rhs]
     lhs, *x_packed = _prepare(x, x_uses, devices)
     rhs, *w_packed = prepare(w, w_uses)
-    y = _multiply(devices, "fprop", dtypes[0], lhs, rhs)
+    y = _multiply(devices, "fprop", experts.options.dtypes[0], lhs, rhs)
     return y, (x_packed[0] if x_packed else None, w_packed[0] if w_packed else None)
 
 
@@ -244,7 +242,7 @@ def _multiply(
         if by_kernels and current_target() is not None:
             y = _by_kernel(options, name, in_kernel, lhs, rhs, factors, runs)
         if y is None:
-            y = _by_xla(options, lhs, rhs, factors, runs)
+            y = _by_xla(devices.experts, lhs, rhs, factors, runs)
             y = runs.by_row(y) if of_rows and by_kernels else y
         return (lax.psum(y, summed) if summed else y).astype(dtype)
 
@@ -305,21 +303,24 @@ def _places(runs: Runs) -> Any:
     return Places(runs.experts, runs.starts, runs.ends, runs.run, runs.rows)
 
 
-def _by_xla(options: Options, lhs: Prepared, rhs: Prepared, factors: list, runs: Runs) -> Float[Array, "..."]:
+def _by_xla(experts: Experts, lhs: Prepared, rhs: Prepared, factors: list, runs: Runs) -> Float[Array, "..."]:
     """Returns the product in float32 without kernels, with rows in runs."""
-    precision = options.precision
+    precision = experts.options.precision
     match lhs, rhs:
         case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
             left, right, precision = values_of_runs(lhs), values_of_runs(rhs), lax.Precision.HIGHEST
         case KernelOperand(), KernelOperand():
             left, right = (q.elements if q.scales is None else decode(q) for q in (lhs, rhs))
-        case MXArray(), MXArray() if "reference" in options.gemms:
+        case MXArray(), MXArray() if "reference" in experts.options.gemms:
             left, right, precision, factors = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST, []
         case MXArray(), MXArray():
             left, right, precision = xla_operands(lhs, rhs, precision)
         case _:
             raise _unlike(lhs, rhs)
     lhs_axis, rhs_axis = (getattr(q, "axis", -1) % t.ndim for q, t in ((lhs, left), (rhs, right)))
+    if experts.by_kernels:  # K-major, as their operands are
+        left, right = _k_major(left, lhs_axis), _k_major(right, rhs_axis)
+        lhs_axis, rhs_axis = 1, right.ndim - 1
     of_rows = right.ndim == 3
     contracted = ((lhs_axis,), (rhs_axis,)), ((), ())
     numbers = lax.RaggedDotDimensionNumbers(contracted, [0 if of_rows else lhs_axis], [0] if of_rows else [])
