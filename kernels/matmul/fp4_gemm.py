@@ -15,7 +15,6 @@ import triton.language as tl
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, order_on_dies, triton_call
 from mxjax.kernels.matmul import aiter
@@ -163,15 +162,15 @@ def launch(
         lhs_scales,
         rhs,
         rhs_scales,
-        # Triton's interpreter truncates to bfloat16 where GPUs round.
-        out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
+        out=[jax.ShapeDtypeStruct((batch, m, n), dtype)],
+        multiplies=True,
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         options=options_of(tiles, target),
         **constants_of(m, n, k, tiles, target),
     )
-    return out.astype(dtype)
+    return out
 
 
 def shuffle_scales(

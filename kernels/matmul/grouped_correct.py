@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.matmul import correct, lost_rows
+from mxjax.kernels.matmul import lost_rows
 from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.correct_kernel import correct_part
+from mxjax.kernels.matmul.fp8_matmul import PROGRAMS, correction_constants, correction_tiles
 from mxjax.kernels.matmul.grouped_kernel import place_of
 from mxjax.kernels.matmul.lost_rows import least_of_rows
 from mxjax.numerics.formats import BLOCK
@@ -57,7 +57,7 @@ def correct_experts(
     run: int,
     target: Target | None,
 ) -> Float[Array, "..."]:
-    """Returns y, recomputed where its row or column lost elements; see `correct.correct`.
+    """Returns y, recomputed where its row or column lost elements; see `fp8_matmul.correct`.
 
     Args:
       y: [rows, n] of rows and their experts, or [g, m, n] of sums over experts' runs. It is overwritten.
@@ -74,25 +74,25 @@ def correct_experts(
     grouped = (left.grouped, left.group_scales, left.far)
     if not has_groups:
         grouped = (left.elements, left.unit, left.lost)  # not read
-    before = y.astype(jnp.float32) if knobs.runtime.interpret else y  # which truncates to bfloat16
-    tiles = correct.tiles_of(target)
+    tiles = correction_tiles(target)
     tiles_of_all = ceil_div(m, tiles.m) * ceil_div(n, tiles.n)
-    grid = min(tiles_of_all, max(1, correct.PROGRAMS // groups)), groups
+    grid = min(tiles_of_all, max(1, PROGRAMS // groups)), groups
     corrected, _ = triton_call(
         correct_experts_kernel,
-        *(before, *operands, left.unit, right.unit, left.lost, right.lost, *grouped, right.elements, *places),
+        *(y, *operands, left.unit, right.unit, left.lost, right.lost, *grouped, right.elements, *places),
         out=[
-            jax.ShapeDtypeStruct(before.shape, before.dtype),
+            jax.ShapeDtypeStruct(y.shape, y.dtype),
             jax.ShapeDtypeStruct((math.prod(grid), max(tiles.m, tiles.n)), jnp.int32),
         ],
         in_place=True,
+        multiplies=True,
         grid=grid,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **correct.constants_of(m, n, BLOCK * blocks, tiles, has_groups)
+        **correction_constants(m, n, BLOCK * blocks, tiles, has_groups)
         | {"PARTS": 1, "RUN": run, "SUMS": y.ndim == 3},
     )
-    return corrected.astype(y.dtype)
+    return corrected
 
 
 @triton.jit

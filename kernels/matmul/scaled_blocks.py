@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.fp4_gemm import batched, multiply_flat, store_tile, summing, tile_of
@@ -57,15 +56,14 @@ def _matmul(dtype, target: Target | None):
 def _multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) -> jax.Array:
     has_227_kib = target is not None and 90 <= (target.compute_capability or 0) < 120
     (batch, m, k), n = lhs.shape, rhs.shape[1]
-    if knobs.runtime.interpret:  # its dot takes the bits of bfloat16 for integers, and it truncates to it
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     [out] = triton_call(
         scaled_blocks_kernel,
         lhs,
         lhs_scales,
         rhs,
         rhs_scales,
-        out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
+        out=[jax.ShapeDtypeStruct((batch, m, n), dtype)],
+        multiplies=True,
         grid=(min(ceil_div(m, TILES.m) * ceil_div(n, TILES.n) * batch, PROGRAMS),),
         num_warps=TILES.warps,
         # With a single run the tiles are the loop that is pipelined, by a stage more, which no GPU holds.
@@ -79,7 +77,7 @@ def _multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) ->
         BLOCK_N=TILES.n,
         GROUP_M=8,
     )
-    return out.astype(dtype)
+    return out
 
 
 @triton.jit
