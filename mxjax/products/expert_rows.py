@@ -85,12 +85,12 @@ class Runs(NamedTuple):
     def ends(self) -> Int32[Array, " g_2"]:
         """0, the end of each expert's rows, and the number of rows."""
         ends = jnp.cumulative_sum(self.sizes, include_initial=True)
-        return jnp.append(ends, jnp.int32(self.rows))
+        return jnp.append(ends, jnp.asarray(self.rows, jnp.int32))
 
     @property
     def experts(self) -> Int32[Array, " runs"]:
         """The expert of each run, g for none."""
-        run = lax.iota(jnp.int32, self.number)
+        run = jnp.arange(self.number, dtype=jnp.int32)
         return jnp.sum(self.starts[None, 1:] <= run[:, None], axis=1, dtype=jnp.int32)
 
     def filled(self, x: Shaped[Array, "m k"]) -> Shaped[Array, "p k"]:
@@ -118,7 +118,7 @@ def runs_of(sizes: Int32[Array, " g"], rows: int, run: int, *, rest: bool) -> Ru
 
 def _shifted(starts, targets, sizes, length: int, missing: int) -> Int32[Array, " m"]:
     """Returns where each of `length` rows moves if groups move from `starts` to `targets`, else `missing`."""
-    row = lax.iota(jnp.int32, length)
+    row = jnp.arange(length, dtype=jnp.int32)
     group = jnp.sum(starts[None] <= row[:, None], axis=1) - 1  # searchsorted, in one kernel
     offset = row - starts[group]
     return jnp.where(offset < sizes[group], targets[group] + offset, missing)

@@ -174,10 +174,11 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
     sizes = group_sizes.tolist() if isinstance(group_sizes, np.ndarray) else []
-    if sum(sizes) > len(x) or min(sizes, default=0) < 0:
+    rows = x.shape[0]  # an int, or a symbol under jax.export
+    if min(sizes, default=0) < 0 or (isinstance(rows, int) and sum(sizes) > rows):
         raise ValueError(
             "ragged_dot needs group_sizes of 0 or more that add up to at most the rows of x, "
-            f"{len(x)}, got {sizes}, {sum(sizes)} in all"
+            f"{rows}, got {sizes}, {sum(sizes)} in all"
         )
 
 
