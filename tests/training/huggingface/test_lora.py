@@ -116,6 +116,12 @@ def test_evaluation_and_merged_export_have_the_loss_of_the_run(tuned, tmp_path):
     np.testing.assert_allclose(found, np.asarray(w) + np.asarray(a) @ np.asarray(b), rtol=0, atol=1e-6)
 
 
+def test_quantized_exports_of_adapters_are_said_to_be_rounded_anew(tuned, tmp_path):
+    said = export_checkpoint(tuned, tmp_path / "out", quantize="mxfp4")
+    for text in (said, (tmp_path / "out" / "README.md").read_text()):
+        assert "adapters merged, then rounded anew, scale rule floor" in text
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21
 def test_peft_merges_the_exported_adapters_as_we_do(base, tuned, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
