@@ -152,6 +152,11 @@ def test_adapters_have_pefts_names_shapes_and_the_checkpoint_that_they_adapt(bas
     assert given["base_model_name_or_path"] == str(base / "mxfp4")
 
 
+def test_adapters_may_be_read_by_whoever_reads_their_configuration(tuned, tmp_path):
+    export_checkpoint(tuned, tmp_path / "adapters", adapters=True)
+    assert len({path.stat().st_mode for path in (tmp_path / "adapters").iterdir()}) == 1
+
+
 def test_weights_that_have_trained_are_of_no_checkpoint(base, tuned):
     assert imported_from(base / "packed") == str(base / "mxfp4")
     assert imported_from(tuned) is None is imported_from(None)
