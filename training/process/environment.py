@@ -22,7 +22,7 @@ from training.process.start import program_name
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a full quota, and a file that may not grow."""
-LIMIT = "Raise the limit of file sizes, ulimit -f, and continue with --resume"
+LIMIT = "Raise the limit of file sizes, ulimit -f, and run it again, train.py with --resume"
 
 
 def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
