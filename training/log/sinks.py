@@ -4,7 +4,7 @@ tensorboardX writes without its thread: that dies on a full disk, and its queue 
 
 Failures of W&B never end or alter the training. A run has one id, kept in its folder, so that a resumed run
 goes on in the same one. W&B takes each step once; the steps that a resumed run repeats are the same ones bit
-for bit. WANDB_MODE, WANDB_PROJECT and the other variables of W&B apply.
+for bit. W&B's variables apply, such as WANDB_MODE, but for WANDB_DIR.
 """
 
 import logging
