@@ -1,9 +1,13 @@
 """Plans for operations that keep a weight's elements: casts, and changes of shape, place and sharding."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mxjax.transform.interpreter import Context, Outcome, Planner, bind, plan_other
+from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, bind, plan_other
 from mxjax.transform.origins import CASTS, Origin, aval, join
 
 
@@ -20,17 +24,22 @@ def _plan_cast(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome
 
 
 def _plan_reshape(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
-    """Keeps deferred casts if they are the same for all operands but integers, which are indices."""
-    arrays = [
-        origin
-        for origin, atom in zip(inputs, eqn.invars, strict=True)
-        if jnp.issubdtype(aval(atom).dtype, jnp.floating)
-    ]
-    casts = {origin.casts for origin in arrays}
+    """Keeps deferred casts that all weights share, if the dtype before them holds all constants."""
+    floating = [jnp.issubdtype(aval(atom).dtype, jnp.floating) for atom in eqn.invars]
+    fills = [f and not (o.paths or o.data) for f, o in zip(floating, inputs, strict=True)]
+    casts = {o.casts for o, f, fill in zip(inputs, floating, fills, strict=True) if f and not fill}
     if len(casts) != 1 or casts == {()} or not join(inputs).is_weight:
         return plan_other(eqn, inputs, context)
-    outputs = [join(inputs)._replace(casts=casts.pop())] * len(eqn.outvars)
-    return Outcome(inputs, outputs, run=lambda eqn, values, draw: bind(eqn, values))
+    [(before, *later)] = casts
+    if (any(fills) or eqn.params.get("fill_value") is not None) and before not in (jnp.float32, later[-1]):
+        return plan_other(eqn, inputs, context)
+
+    def run(eqn: JaxprEqn, values: list[Any], draw: Draw) -> Sequence[Any]:
+        del draw
+        cast = [lax.convert_element_type(v, before) if f else v for v, f in zip(values, fills, strict=True)]
+        return bind(eqn, cast)
+
+    return Outcome(inputs, [join(inputs)._replace(casts=(before, *later))] * len(eqn.outvars), run=run)
 
 
 def _plan_each(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
@@ -40,16 +49,24 @@ def _plan_each(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome
 
 
 _RESHAPES = (
+    "broadcast_in_dim",
     "concatenate",
     "copy",
     "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
     "name",
+    "pad",
     "reshape",
     "rev",
+    "select_n",
     "sharding_constraint",
     "slice",
     "split",
     "squeeze",
+    "stack",
+    "stop_gradient",
+    "tile",
     "transpose",
 )
 _EACH = ("device_put", "optimization_barrier", "pvary", "reshard")
