@@ -6,6 +6,7 @@ product with a policy is computed as before, bit for bit.
 """
 
 import functools
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -119,6 +120,18 @@ def _resolve(policy: Policy | str | None) -> Policy | None:
     return None if policy is None else as_policy(policy)
 
 
+def _with_key(f: Callable[..., Any]) -> inspect.Signature:
+    """Returns f's signature with `mxjax_key`: jax.jit and Equinox look arguments up there."""
+    try:
+        signature = inspect.signature(f)
+    except ValueError:  # of a function in C
+        signature = inspect.signature(lambda *args, **kwargs: None)
+    parameters = [p for p in signature.parameters.values() if p.name != "mxjax_key"]
+    at = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    key = inspect.Parameter("mxjax_key", inspect.Parameter.KEYWORD_ONLY, default=None)
+    return signature.replace(parameters=[*parameters[:at], key, *parameters[at:]])
+
+
 class Transformed:
     """The function that `transform` returns."""
 
@@ -133,6 +146,7 @@ class Transformed:
         self._f, self._policy, self._rules, self._weights = f, policy, rules, weights
         self._planners = control_flow.PLANNERS | shapes.PLANNERS | products.planners(implementation)
         functools.update_wrapper(self, f, updated=())
+        self.__signature__ = _with_key(f)
 
     def __repr__(self) -> str:
         return f"<mxjax.transform of {self._f!r}>"

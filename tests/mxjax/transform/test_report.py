@@ -1,5 +1,6 @@
 """`transform`'s report, rules, keys and errors, and what it leaves as it is."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +167,14 @@ def test_the_report_takes_the_key_of_the_call():
     transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
     w, key = draw(24, 40, seed=2), jax.random.key(3)
     assert transformed.report(w, X, mxjax_key=key) == transformed.report(w, X)
+
+
+def test_jit_and_equinox_find_the_key_in_the_signature():
+    f = mxjax.transform(lambda w, x: x @ w.T, RANDOM_FPROP)
+    w, key = draw(24, 40, seed=2), jax.random.key(3)
+    np.testing.assert_array_equal(eqx.filter_jit(f)(w, X, mxjax_key=key), jax.jit(f)(w, X, mxjax_key=key))
+    jax.jit(f, donate_argnames=("mxjax_key",))  # raises without
+    assert mxjax.transform(max, None)(3, 4) == 4  # a function in C, without a signature
 
 
 @pytest.mark.parametrize("method", ["__call__", "report"])
