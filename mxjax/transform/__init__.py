@@ -20,7 +20,7 @@ from mxjax.products.dot import check_key
 from mxjax.products.implementations import Implementation
 from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products, shapes
-from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
+from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, gradient_mark, make_plan
 from mxjax.transform.origins import quoted
 from mxjax.transform.report import Found, Report
 from mxjax.transform.tracing import LIBRARIES, Traced, trace
@@ -205,8 +205,10 @@ class Transformed:
         for _, policy, paths in matched:
             policies |= dict.fromkeys(paths, policy)
 
+        mark = gradient_mark(traced.jaxpr)
+
         def plan(deferred: Iterable[str]) -> Plan:
-            context = Context(policies, frozenset(deferred), self._planners)
+            context = Context(policies, frozenset(deferred), self._planners, mark)
             return make_plan(traced.jaxpr, traced.origins, context)
 
         # The first plan finds the parameters of products: only their casts are deferred.

@@ -68,14 +68,16 @@ class Context(NamedTuple):
       deferred: paths of parameters whose casts are deferred.
       planners: functions that plan primitives, by the primitives' names.
       start: number of products found so far.
-      backward: whether this is in a backward pass that the function itself computes.
+      mark: the entry of equations' name stacks that marks a gradient; see `gradient_mark`.
+      in_gradient: whether this is in a gradient that the function itself computes.
     """
 
     policies: Mapping[str, Policy | None]
     deferred: frozenset[str]
     planners: Mapping[str, "Planner"]
+    mark: Any
     start: int = 0
-    backward: bool = False
+    in_gradient: bool = False
 
 
 Planner = Callable[[JaxprEqn, list[Origin], Context], Outcome]
@@ -114,13 +116,32 @@ def make_plan(jaxpr: Jaxpr, inputs: Sequence[Origin], context: Context) -> Plan:
 
     outcomes: list[Outcome] = []
     for eqn in jaxpr.eqns:
-        backward = context.backward or "transpose(" in str(eqn.source_info.name_stack)
+        in_gradient = context.in_gradient or context.mark in eqn.source_info.name_stack.stack
         planner = context.planners.get(eqn.primitive.name, _plan_unknown)
-        outcome = planner(eqn, [read(atom) for atom in eqn.invars], context._replace(backward=backward))
+        outcome = planner(eqn, [read(atom) for atom in eqn.invars], context._replace(in_gradient=in_gradient))
         outcomes.append(outcome)
         origins.update(zip(eqn.outvars, outcome.outputs, strict=True))
         context = context._replace(start=context.start + len(outcome.found))
     return Plan(jaxpr, outcomes, [read(atom) for atom in jaxpr.outvars])
+
+
+def gradient_mark(jaxpr: Jaxpr) -> Any:
+    """Returns what marks gradients in name stacks: transposes; if there are none, all of forward mode.
+
+    A gradient in reverse mode marks its forward pass, too, as forward mode does.
+    """
+    forward, transpose = (
+        source_info_util.new_name_stack().transform(name).stack[-1] for name in ("jvp", "transpose")
+    )
+
+    def transposes(jaxpr: Jaxpr) -> bool:
+        return any(
+            transpose in eqn.source_info.name_stack.stack
+            or any(map(transposes, jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+
+    return transpose if transposes(jaxpr) else forward
 
 
 def plan_other(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
