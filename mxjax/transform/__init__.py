@@ -156,6 +156,12 @@ class Transformed:
         traced = self._trace(args, kwargs)
         plan = self._plan(traced)
         if self._policy is not None and not any(f.is_product for f in plan.found):
+            if not any(origin.is_weight for origin in traced.origins):
+                raise ValueError(
+                    f"transform needs floating-point arrays in argument {self._weights}, got none in a "
+                    f"{type(args[self._weights]).__name__}; pass a pytree of them, such as nnx.state(model) "
+                    "or a part from nnx.split of an NNX module with pytree=False"
+                )
             raise ValueError(
                 f"transform found no product of an activation and a weight from argument {self._weights}"
                 f"{_first_left_alone(plan.found)}; weights= is the argument's number, and report() lists all"

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from support.dots import FP32, RANDOM_FPROP, assert_same, draw
 from support.oracles import types_unchecked
@@ -220,6 +221,15 @@ def test_weights_of_two_arguments_take_two_transforms():
 def test_a_call_without_any_product_raises():
     with pytest.raises(ValueError, match="found no product of an activation and a weight from argument 0"):
         mxjax.transform(lambda norm, x: x * norm[None], "wgrad")(PARAMS["norm"], X)
+
+
+def test_a_model_that_is_no_pytree_raises():
+    class Model(nnx.Module, pytree=False):
+        def __init__(self):
+            self.w = nnx.Param(PAIR[0])
+
+    with pytest.raises(ValueError, match=r"argument 0, got none in a Model; .* nnx.state\(model\)"):
+        mxjax.transform(lambda model, x: x @ model.w[...], "wgrad")(Model(), X)
 
 
 def test_arguments_that_are_no_arrays_stay_python_values():
