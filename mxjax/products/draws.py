@@ -139,10 +139,11 @@ def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:
     if keys is None or not any(gemm.needs_key for gemm in gemms):
         return [_Drawn()] * len(gemms)
     keys = fold_each(keys, 0, 3)
-    operands, of_signs = keys[:, :2, None], keys[:, 2]
+    of_operands, of_signs = keys[:, :2], keys[:, 2]
+    words = over_keys(key_words, of_operands[..., None])
     if any(o.eden is not None or o.four_over_six is not None for gemm in gemms for o in (gemm.lhs, gemm.rhs)):
-        operands = jnp.concatenate([operands, fold_each(keys[:, :2], 1, 3)], axis=2)
-    words = lax.optimization_barrier(over_keys(key_words, operands))
+        words = jnp.concatenate([words, over_keys(key_words, fold_each(of_operands, 1, 3))], axis=2)
+    words = lax.optimization_barrier(words)
     signs = {
         n: lax.optimization_barrier(over_keys(functools.partial(random_signs, n=n), of_signs))
         for n in {gemm.redrawn_signs for gemm in gemms if gemm.redrawn_signs}
@@ -160,7 +161,7 @@ def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3
     """Returns the words of `OperandUse.words` for lhs and rhs of Fprop, Dgrad and Wgrad, from the dot's key.
 
     None without a key or a GPU, and where the kernel's bits are not JAX's: for a generator other than
-    Threefry, without `jax_threefry_partitionable`, and with `jax_enable_x64`.
+    Threefry, without `jax_threefry_partitionable`. Neither with `jax_enable_x64`, where it is untried.
     """
     target, config = current_target(), jax.config
     if key is None or target is None or target.backend == "interpreter":
