@@ -77,7 +77,8 @@ def test_the_best_step_is_that_of_the_weights_that_are_used(whole, tmp_path):
         assert restore(RunArguments(out, step="best", weights=chosen)).step == step
         target = tmp_path / f"export-{step}"
         export_checkpoint(out, target, step="best", weights=chosen)
-        assert f"| Validation loss | {loss} at step {step} |" in (target / "README.md").read_text()
+        card = (target / "README.md").read_text()
+        assert f"| Validation loss before export | {loss} at step {step} |" in card
     without = [{k: v for k, v in record.items() if k != "ema_eval_loss"} for record in records]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in without))
     for use in (
