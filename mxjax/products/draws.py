@@ -160,8 +160,8 @@ def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:
 def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3 2 6"] | None:
     """Returns the words of `OperandUse.words` for lhs and rhs of Fprop, Dgrad and Wgrad, from the dot's key.
 
-    None without a key or a GPU, and where the kernel's bits are not JAX's: for a generator other than
-    Threefry, without `jax_threefry_partitionable`. Neither with `jax_enable_x64`, where it is untried.
+    None without a key or a GPU, and where the kernel's bits are not JAX's: for generators other than
+    Threefry, and without `jax_threefry_partitionable`. None with `jax_enable_x64` too, where it is untried.
     """
     target, config = current_target(), jax.config
     if key is None or target is None or target.backend == "interpreter":

@@ -233,6 +233,7 @@ def _multiply(
     options, _, by_kernels, grid = devices.experts
     of_rows = name != "wgrad"
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs) if q.factor is not None]
+    factors = [] if "reference" in options.gemms else factors  # its values have them
     summed = () if grid is None or of_rows else tuple(a for a in grid.rows if a != grid.experts)
     in_kernel = dtype if dtype in (jnp.bfloat16, jnp.float32) and not summed else jnp.float32
 
@@ -242,9 +243,12 @@ def _multiply(
         if by_kernels and current_target() is not None:
             y = _by_kernel(options, name, in_kernel, lhs, rhs, factors, runs)
         if y is None:
-            y = _by_xla(devices.experts, lhs, rhs, factors, runs)
+            y = _by_xla(devices.experts, lhs, rhs, factors if by_kernels else [], runs)
             y = runs.by_row(y) if of_rows and by_kernels else y
-        return (lax.psum(y, summed) if summed else y).astype(dtype)
+        y = lax.psum(y, summed) if summed else y
+        for factor in () if by_kernels else factors:
+            y = y * factor
+        return y.astype(dtype)
 
     trees = [jax.tree.structure(q) for q in (lhs, rhs)]
     kinds: tuple[Kind, Kind] = ("rows", "experts") if of_rows else ("columns", "columns")
@@ -312,7 +316,7 @@ def _by_xla(experts: Experts, lhs: Prepared, rhs: Prepared, factors: list, runs:
         case KernelOperand(), KernelOperand():
             left, right = (q.elements if q.scales is None else decode(q) for q in (lhs, rhs))
         case MXArray(), MXArray() if "reference" in experts.options.gemms:
-            left, right, precision, factors = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST, []
+            left, right, precision = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST
         case MXArray(), MXArray():
             left, right, precision = xla_operands(lhs, rhs, precision)
         case _:

@@ -20,7 +20,7 @@ from mxjax.products.dot import check_key
 from mxjax.products.implementations import Implementation
 from mxjax.recipes import as_policy
 from mxjax.transform import control_flow, products
-from mxjax.transform.interpreter import KEEPING, Context, Draw, Plan, evaluate, gradient_mark, make_plan
+from mxjax.transform.interpreter import KEEPING, Context, Draw, Plan, evaluate, make_plan
 from mxjax.transform.report import Found, Report
 from mxjax.transform.tracing import LIBRARIES, Traced, quoted, trace
 
@@ -62,9 +62,10 @@ def transform(
 
     Args:
       f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. A
-        gradient in it raises an error if a product of it has a weight, and a warning otherwise. What f writes
-        into the argument of the weights and does not return is lost, with a warning. Leaves that are no
-        arrays are static. Equinox modules, `nnx.State`, and parameters of Linen and Haiku are pytrees.
+        gradient in it raises an error if a product of it has a weight, and a warning otherwise. Products of
+        tangents in a `jax.jvp` are products like others. What f writes into the argument of the weights and
+        does not return is lost, with a warning. Leaves that are no arrays are static. Equinox modules,
+        `nnx.State`, and parameters of Linen and Haiku are pytrees.
       policy: a `Policy`, its name, or None, which leaves products as they are.
       rules: (pattern, policy) pairs, the last that matches a weight's dotted path counts. For patterns, see
         `mxjax.policy.layers.matching`. Paths are those in the argument, such as "params.Dense_0.kernel" or
@@ -210,10 +211,8 @@ class Transformed:
         for _, policy, paths in matched:
             policies |= dict.fromkeys(paths, policy)
 
-        mark = gradient_mark(traced.jaxpr)
-
         def plan(deferred: Iterable[str]) -> Plan:
-            context = Context(policies, frozenset(deferred), self._planners, mark)
+            context = Context(policies, frozenset(deferred), self._planners)
             return make_plan(traced.jaxpr, traced.origins, context)
 
         # The first plan finds the parameters of products: only their casts are deferred.

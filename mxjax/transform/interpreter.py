@@ -70,17 +70,18 @@ class Context(NamedTuple):
       deferred: paths of parameters whose casts are deferred.
       planners: functions that plan primitives, by the primitives' names.
       start: number of products found so far.
-      mark: the entry of equations' name stacks that marks a gradient; see `gradient_mark`.
-      in_gradient: whether this is in a gradient that the function itself computes.
+      in_gradient: whether this is in the backward pass of a gradient that the function itself computes.
     """
 
     policies: Mapping[str, Policy | None]
     deferred: frozenset[str]
     planners: Mapping[str, "Planner"]
-    mark: Any
     start: int = 0
     in_gradient: bool = False
 
+
+_TRANSPOSE = source_info_util.new_name_stack().transform("transpose").stack[-1]
+"""What marks the equations of a backward pass in their name stacks, unlike a scope of that name."""
 
 Planner = Callable[[JaxprEqn, list[Origin], Context], Outcome]
 
@@ -118,32 +119,13 @@ def make_plan(jaxpr: Jaxpr, inputs: Sequence[Origin], context: Context) -> Plan:
 
     outcomes: list[Outcome] = []
     for eqn in jaxpr.eqns:
-        in_gradient = context.in_gradient or context.mark in eqn.source_info.name_stack.stack
+        in_gradient = context.in_gradient or _TRANSPOSE in eqn.source_info.name_stack.stack
         planner = context.planners.get(eqn.primitive.name, _plan_unknown)
         outcome = planner(eqn, [read(atom) for atom in eqn.invars], context._replace(in_gradient=in_gradient))
         outcomes.append(outcome)
         origins.update(zip(eqn.outvars, outcome.outputs, strict=True))
         context = context._replace(start=context.start + len(outcome.found))
     return Plan(jaxpr, outcomes, [read(atom) for atom in jaxpr.outvars])
-
-
-def gradient_mark(jaxpr: Jaxpr) -> Any:
-    """Returns what marks gradients in name stacks: transposes; if there are none, all of forward mode.
-
-    A gradient in reverse mode marks its forward pass, too, as forward mode does.
-    """
-    forward, transpose = (
-        source_info_util.new_name_stack().transform(name).stack[-1] for name in ("jvp", "transpose")
-    )
-
-    def transposes(jaxpr: Jaxpr) -> bool:
-        return any(
-            transpose in eqn.source_info.name_stack.stack
-            or any(map(transposes, jaxprs_in_params(eqn.params)))
-            for eqn in jaxpr.eqns
-        )
-
-    return transpose if transposes(jaxpr) else forward
 
 
 def plan_other(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
@@ -229,14 +211,15 @@ def _plan_cast(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome
 
 
 def _plan_reshape(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
-    """Keeps deferred casts that all weights share, if the dtype before them holds all constants."""
+    """Keeps deferred casts that all weights share; beside constants a single one, from what holds them."""
     floating = [jnp.issubdtype(aval(atom).dtype, jnp.floating) for atom in eqn.invars]
     fills = [f and not (o.paths or o.data) for f, o in zip(floating, inputs, strict=True)]
     casts = {o.casts for o, f, fill in zip(inputs, floating, fills, strict=True) if f and not fill}
     if len(casts) != 1 or casts == {()} or not join(inputs).is_weight:
         return plan_other(eqn, inputs, context)
     [(before, *later)] = casts
-    if (any(fills) or eqn.params.get("fill_value") is not None) and before not in (jnp.float32, later[-1]):
+    filled = any(fills) or eqn.params.get("fill_value") is not None
+    if filled and (len(later) > 1 or before not in (jnp.float32, later[-1])):
         return plan_other(eqn, inputs, context)
 
     def run(eqn: JaxprEqn, values: list[Any], draw: Draw) -> Sequence[Any]:

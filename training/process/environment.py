@@ -31,7 +31,7 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
       error: the error; writes to open files name no path.
       folder: the path to name if the error names none.
     """
-    named = error.filename2 or error.filename  # of two, the second is written
+    named = (error.errno in FULL and error.filename2) or error.filename  # of two, the second is written
     path = os.fsdecode(named) if isinstance(named, str | bytes) else folder
     if path is None and error.errno == errno.ENOENT and _in_removed_folder():
         return "the current folder was removed. Change to another"

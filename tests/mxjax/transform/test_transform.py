@@ -245,12 +245,21 @@ def test_a_cast_before_elements_move_is_skipped():
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_a_constant_that_the_master_weight_cannot_hold_keeps_the_cast():
-    w = draw(40, 24, seed=2, dtype=jnp.bfloat16)
-    f = mxjax.transform(
-        lambda w, x: x @ jnp.pad(w.astype(x.dtype), ((0, 8), (0, 0)), constant_values=0.1), POLICY
+def padded(w, x):
+    return x @ jnp.pad(w.astype(x.dtype), ((0, 8), (0, 0)), constant_values=0.1)
+
+
+@pytest.mark.parametrize("master", ["bfloat16", "float32"])
+def test_a_constant_that_the_casts_do_not_hold_keeps_them(master):
+    """A weight in bfloat16 cannot be padded with it, nor may it pass through bfloat16 as a weight does."""
+    w, x = draw(40, 24, seed=2, dtype=master), draw(20, 48, seed=1)
+    actual = mxjax.transform(lambda w, x: padded(w.astype(jnp.bfloat16), x), POLICY)(w, x)
+    expected = mxjax.dot(
+        x,
+        jnp.pad(w.astype(jnp.bfloat16).astype(x.dtype), ((0, 8), (0, 0)), constant_values=0.1),
+        policy=POLICY,
     )
-    assert "x float32" in str(f.report(w, draw(20, 48, seed=1)))
+    np.testing.assert_array_equal(actual, expected)
 
 
 @functools.cache
