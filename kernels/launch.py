@@ -98,13 +98,8 @@ def triton_call(
     if 0 in grid or calls is not None:
         return [varying_as(jnp.zeros(o.shape, o.dtype), *arrays) for o in out]
     if isinstance(kernel, InterpretedFunction):
-        _interpreter_thread()
-        wide = {jnp.dtype(jnp.bfloat16): jnp.float32} if multiplies else {}
-        made = tuple(jax.ShapeDtypeStruct(o.shape, wide.get(jnp.dtype(o.dtype), o.dtype)) for o in out)
-        run = functools.partial(_interpret, kernel, made, grid, constants, in_place)
-        given = (x.astype(wide.get(x.dtype, x.dtype)) for x in arrays)
-        written = jax.pure_callback(run, made, *given, vmap_method="sequential")
-        return [varying_as(y.astype(o.dtype), *arrays) for y, o in zip(written, out, strict=True)]
+        written = _interpret(kernel, arrays, out, grid, constants, in_place, multiplies)
+        return [varying_as(y, *arrays) for y in written]
     target = current_target()
     if target is None or target.backend == "interpreter":
         raise NotImplementedError(
@@ -133,7 +128,18 @@ def triton_call(
     return [varying_as(y, *arrays) for y in written]
 
 
-def _interpret(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
+def _interpret(kernel, arrays, out, grid, constants, in_place, multiplies) -> list[jax.Array]:
+    """Returns what a kernel writes in Triton's interpreter; see `triton_call`."""
+    _interpreter_thread()
+    wide = {jnp.dtype(jnp.bfloat16): jnp.float32} if multiplies else {}
+    made = tuple(jax.ShapeDtypeStruct(o.shape, wide.get(jnp.dtype(o.dtype), o.dtype)) for o in out)
+    run = functools.partial(_on_host, kernel, made, grid, constants, in_place)
+    given = (x.astype(wide.get(x.dtype, x.dtype)) for x in arrays)
+    written = jax.pure_callback(run, made, *given, vmap_method="sequential")
+    return [y.astype(o.dtype) for y, o in zip(written, out, strict=True)]
+
+
+def _on_host(kernel, out, grid, constants, in_place, *arrays) -> tuple[np.ndarray, ...]:
     """Runs a kernel in Triton's interpreter on host copies of the arrays."""
     inputs = [_HostTensor(np.array(a)) for a in arrays]
     # Poison the outputs, so that elements which the kernel fails to write show.

@@ -21,6 +21,7 @@ def commit(root: pathlib.Path = _ROOT) -> str | None:
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str:
-    """Returns what git prints; it takes no lock, since another git may be at work there."""
-    command = ["git", "--no-optional-locks", *arguments]  # `describe --dirty` would take one all the same
+    """Returns the output of a git command."""
+    # Without locks, since another git may be at work there; `describe --dirty` would lock all the same.
+    command = ["git", "--no-optional-locks", *arguments]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
