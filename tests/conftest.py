@@ -85,13 +85,8 @@ def pytest_collection_modifyitems(items):
 
 
 def optimized(path):
-    """Returns whether LLVM optimizes a module's programs.
-
-    Of the kernels' modules, one: each compares with the same definitions, and kernels are interpreted.
-    """
-    if KERNELS in path.parents:
-        return path.stem == "test_quantize"
-    return path.stem.startswith(OPTIMIZED)
+    """Returns whether LLVM optimizes a module's programs. Kernels are interpreted."""
+    return KERNELS not in path.parents and path.stem.startswith(OPTIMIZED)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,20 +21,6 @@ pytestmark = [
 ATTENTION = [*EMULATED_ATTENTION, "attention_*_1x149x1x2x128_*"]
 QUANTIZERS = [*EMULATED_QUANTIZERS, *MORE_QUANTIZERS, "draw_*"]
 PATTERNS = [*EMULATED_GEMMS, *QUANTIZERS, *ATTENTION]
-# Where tinygrad departs from AMD's document, which gfx950/ follows.
-DEPARTURES = {
-    "v_mul_u32_u24_e32": "multiplies more than the low 24 bits",
-    "v_mad_u32_u24": "multiplies more than the low 24 bits",
-    "v_mad_u64_u32": "writes no carry",
-    "v_add_co_u32_e32": "writes carries of lanes that EXEC masks",
-    "v_addc_co_u32_e32": "writes carries of lanes that EXEC masks",
-    "v_cvt_pk_bf16_f32": "makes NaN zero",
-    "v_cvt_u32_f32_e32": "makes NaN the largest number",
-    "v_max3_f32": "may return -0 for 0 and -0",
-    "v_log_f32_e32": "does not flush subnormal numbers",
-    "v_exp_f32_e32": "does not flush subnormal numbers",
-    "ds_bpermute_b32": "writes lanes that EXEC masks",
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +32,10 @@ def folder(tmp_path_factory):
     return out / "gfx950"
 
 
-def foreign(folder, module, *patterns):
-    """Returns the lines of JSON that a module of foreign/ prints."""
-    printed = run_compiled(f"foreign.{module}", SNAPSHOT, folder, *patterns)
-    return [json.loads(line) for line in printed.splitlines()]
-
-
 @pytest.mark.parametrize("patterns", [EMULATED_GEMMS, QUANTIZERS, ATTENTION])
 def test_code_objects_write_what_is_expected(folder, patterns):
-    results = foreign(folder, "emulator", *patterns)
+    printed = run_compiled("foreign.emulator", SNAPSHOT, folder, *patterns)
+    results = [json.loads(line) for line in printed.splitlines()]
     assert len(results) > len(patterns)
     for result in results:
         assert all(result["agree"].values()), result
-
-
-def test_instructions_agree(folder):
-    """Every kind of instruction in the builds, with random operands, gives what gfx950/ computes."""
-    [result] = foreign(folder, "compare", *PATTERNS)
-    assert result["opcodes"] > 150
-    assert result["differ"].keys() <= DEPARTURES.keys(), result["differ"]

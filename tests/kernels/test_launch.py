@@ -1,14 +1,12 @@
 """Programs with kernels lower for CUDA and ROCm without a GPU, and jaxlib's own code takes what they say."""
 
 import hashlib
-import importlib.util
 import json
-import os
 import zlib
 
 import pytest
 from support.marks import parametrize
-from support.programs import TESTS, fields_of, run_compiled
+from support.programs import fields_of, run_compiled
 from support.rocm import install_extension
 
 import mxjax
@@ -246,38 +244,3 @@ def test_jaxlib_asks_hip_for_more_than_48_kib(extension):
     assert "attribute 74" in enough
     assert enough[-1] == "launch 1 1 1 512 1 1 100000 4096 0 0"
     assert "exceeds device resources (65536 b)" in little[0]
-
-
-def messages(capability):
-    """Returns a call with an image, and one whose image jaxlib does not know: of a field number it lacks."""
-    with_image, without = (
-        encode_call(MachineCode(b"\x7fELF", name, 4, 1024, 0, 1, capability), (3,), 2)
-        for name in ("yes", "no")
-    )
-    tag = b"P\x01" + bytes([11 << 3 | 2])  # after num_ctas
-    message = zlib.decompress(without)
-    assert message.count(tag) == 1
-    return with_image, zlib.compress(message.replace(tag, b"P\x01" + bytes([15 << 3 | 2])))
-
-
-def instantiate(module, capability, **environment):
-    """Returns what jaxlib says of the two messages when XLA compiles a program with them."""
-    text = "".join(f"{message.hex()}\n" for message in messages(capability))
-    return run_compiled("support.instantiate", module, text=text, **environment).splitlines()
-
-
-def test_jaxlib_takes_the_image_on_hip(extension):
-    """Without it jaxlib reads a file, and deletes it."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent, extension.parent.parent)))
-    preload = str(extension.parent.parent / "libamdhip64.so.7")
-    accepted, refused = instantiate("jax_rocm7_plugin._triton", 0, PYTHONPATH=paths, LD_PRELOAD=preload)
-    assert accepted == "accepted"
-    assert "No such file" in refused
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax_cuda13_plugin")
-def test_jaxlib_takes_the_image_on_cuda():
-    """Without it jaxlib runs ptxas."""
-    accepted, refused = instantiate("jax_cuda13_plugin._triton", 90)
-    assert accepted == "accepted"
-    assert refused != "accepted"

@@ -39,9 +39,7 @@ def assert_close(got, wanted):
         assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
 
 
-@parametrize(
-    "policy", "wgrad_hadamard", "wgrad_sr", slow=["primus_turbo"], exhaustive=["full_rht", "tetrajet"]
-)
+@parametrize("policy", "wgrad_hadamard", slow=["primus_turbo"], exhaustive=["full_rht", "tetrajet"])
 @pytest.mark.parametrize("implementation", ["xla", "fp8_carriers", "triton"])
 def test_kernels_give_the_values_of_the_reference(policy, implementation):
     args = tensors()
@@ -93,12 +91,11 @@ def test_one_tensor_is_prepared_for_gemms_of_different_formats(policy):
     assert_close(all_three(policy, "xla", *args), all_three(policy, "reference", *args))
 
 
-@pytest.mark.parametrize("policy", ["wgrad_hadamard", "fprop_dgrad"])
 @pytest.mark.parametrize("empty", ["x", "w"])
-def test_without_tokens_or_outputs_the_products_are_empty_or_zero(policy, empty):
+def test_without_tokens_or_outputs_the_products_are_empty_or_zero(empty):
     x, w, dy = tensors()
     x, w, dy = (x[:0], w, dy[:0]) if empty == "x" else (x, w[:, :0], dy[..., :0])
-    y, dx, dw = all_three(policy, "xla", x, w, dy)
+    y, dx, dw = all_three("fprop_dgrad", "xla", x, w, dy)
     assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
     assert not np.any(dx)
     assert not np.any(dw)

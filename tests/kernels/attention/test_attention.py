@@ -311,7 +311,11 @@ BEGINS = {
 }
 
 
-@pytest.mark.parametrize("case", BEGINS)
+@pytest.mark.parametrize(
+    ("with_aiter", "case"),
+    [("JAX", "documents"), ("jax-aiter", "documents"), ("JAX", "too many"), ("JAX", "windows")],
+    indirect=["with_aiter"],
+)
 def test_aiter_computes_documents_if_the_mask_has_no_more(monkeypatch, with_aiter, case):
     """By a stand-in that checks shapes and attributes; else the Triton kernels compute them."""
     monkeypatch.setattr(aiter, "DOCUMENT", 16)  # of which two sequences of 40 tokens have six at most

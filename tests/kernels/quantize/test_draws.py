@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("kernels_run")
 KEY = jax.random.fold_in(jax.random.key(3), 2**31)
 
 
-@pytest.mark.parametrize("signs", [(1, 16, 64), (128, 1, 2)])
-def test_words(signs):
+def test_words():
     """Also under vmap, where `jax.random` draws them."""
+    signs = (128, 1, 16)
     words = draw(jax.random.key_data(KEY), signs)
     np.testing.assert_array_equal(words, draw_by_definition(jax.random.key_data(KEY), signs))
     for i, n in enumerate(signs):

@@ -51,12 +51,10 @@ def draw_operand(kind, r, c):
     [
         *(
             (kind, shape, columns, 1e-3)
-            for kind, shape in (
-                *(("normed", (37, 136)), ("normed", (128, 128))),
-                *(("gated", (37, 160)), ("gradient", (37, 160))),
-            )
-            for columns in COLUMNS
+            for kind, shape in (("normed", (37, 136)), ("gated", (37, 160)), ("gradient", (37, 160)))
+            for columns in (COLUMNS if kind == "normed" else COLUMNS[::2])
         ),
+        ("normed", (128, 128), COLUMNS[2], 1e-3),
         *((kind, (256, 128), COLUMNS[2], 2e-3) for kind in ("gated", "gradient")),
     ],
 )

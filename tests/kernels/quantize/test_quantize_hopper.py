@@ -43,7 +43,7 @@ def kernel_of(rows, columns, shape, dtype="bfloat16", target=HOPPER, form="packe
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("rows", [None, ROWS, ROWS_DRAWN])
-@pytest.mark.parametrize("kind", ["normal", "special", "grid"])
+@pytest.mark.parametrize("kind", ["special", "grid"])
 def test_as_defined(rows, columns, kind):
     """Edges on both axes: rows end within a group, a block and a tile, columns within a block and a tile."""
     general = rows is ROWS_DRAWN and columns.rotation
@@ -91,12 +91,12 @@ def test_two_launches_for_stochastic_inputs_or_h128_of_columns():
     assert_as_defined(x, rows, rotated)
 
 
-@pytest.mark.parametrize("rule", ["even", "rceil"])
+@pytest.mark.parametrize("rule", ["floor", "even", "rceil"])
 def test_the_general_kernel_rounds_two_elements_at_a_time(rule):
     inputs = [OperandUse(axis, Operand(scale_rule=rule)) for axis in (-1, -2)]
-    assert kernel_of(*inputs, (37, 136)) is quantize_kernel
-    for kind in ("normal", "special", "grid"):
-        assert_as_defined(draw_tensor(np.random.default_rng(2), (37, 136), kind, "bfloat16"), *inputs)
+    assert kernel_of(*inputs, (37, 60)) is quantize_kernel
+    for kind in ("special", "grid"):
+        assert_as_defined(draw_tensor(np.random.default_rng(2), (37, 60), kind, "bfloat16"), *inputs)
 
 
 @pytest.mark.parametrize("prescale", [0.75, 0.7])
@@ -122,8 +122,10 @@ def assert_quantized_twice(x, rows, columns):
             np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
 
 
-@pytest.mark.parametrize(("rule", "other"), [("rceil", "rceil"), ("even", "floor"), ("ceil", "uos")])
-@pytest.mark.parametrize("kind", ["normal", "special", "grid"])
+@pytest.mark.parametrize(
+    ("rule", "other", "kind"),
+    [("rceil", "rceil", "normal"), ("even", "floor", "special"), ("ceil", "uos", "grid")],
+)
 def test_one_read_for_columns_of_what_the_rows_left(rule, other, kind, monkeypatch):
     reads = mock.Mock(wraps=quantize_operands)
     monkeypatch.setattr(quantizer, "quantize_operands", reads)
