@@ -174,7 +174,7 @@ def test_matrices_are_orthogonal_and_begin_with_the_mean(kind):
 
 @pytest.mark.parametrize(
     ("rotation", "source"),
-    [*((rotation, "original") for rotation in ROTATIONS), *((r, "dequantized") for r in ROTATIONS[2::2])],
+    list(zip(ROTATIONS, 3 * ("original", "dequantized"), strict=True)),
     ids=str,
 )
 def test_in_full_precision_a_product_and_its_gradients_stay(rotation, source):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import dots
-from support.dots import ASSORTED, NEAREST, RANDOM_FPROP, assert_near, assert_same, inputs, products
+from support.dots import ASSORTED, NEAREST, RANDOM_FPROP, assert_same, inputs, products
 from support.marks import parametrize
 from support.oracles import types_unchecked
 
@@ -19,16 +19,6 @@ def test_jit_and_eager_agree_bit_for_bit(policy):
     x, w, dy = inputs()
     key = jax.random.key(0)
     assert_same(dots.jitted_products(x, w, dy, key, policy=policy), products(x, w, dy, key, policy=policy))
-
-
-# A scale for the whole tensor (FP8) is one for each of the batch, and all draw the same random bits.
-def test_vmap_equals_a_loop():
-    stacked = [jnp.stack([t, 3 * t[::-1]]) for t in inputs()]
-    key = jax.random.key(0)
-    run = functools.partial(products, policy=ASSORTED)
-    mapped = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))(*stacked, key)
-    looped = [run(*(t[i] for t in stacked), key) for i in range(2)]
-    assert_near(mapped, map(np.stack, zip(*looped, strict=True)), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +79,14 @@ def test_empty_shards_have_gradients(tokens, d_in, d_out):
     assert [t.shape for t in jax.eval_shape(run, x, w, dy)] == [dy.shape, x.shape, w.shape]
 
 
-@pytest.mark.parametrize("policy", ["bf16", "wgrad_hadamard"])
-def test_a_transposed_result_runs_on_the_cpu(policy):
+def test_a_transposed_result_runs_on_the_cpu():
     """XLA for CPUs cannot run a product of bfloat16 into whose result it has folded a transpose."""
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((8, 64), (64, 32))))
-    y = jax.jit(lambda x, w: mxjax.dot(x, w, policy=policy).T)(x, w)
-    np.testing.assert_array_equal(y, mxjax.dot(x, w, policy=policy).T)
+    y = jax.jit(lambda x, w: mxjax.dot(x, w, policy="bf16").T)(x, w)
+    np.testing.assert_array_equal(y, mxjax.dot(x, w, policy="bf16").T)
 
     def loss(weights, x):  # layers that take columns
         return jnp.sum(weights[1] @ jax.nn.relu(weights[0] @ x))
 
-    gradients = jax.jit(jax.grad(mxjax.transform(loss, policy)))([w.T, w], x.T)
+    gradients = jax.jit(jax.grad(mxjax.transform(loss, "bf16")))([w.T, w], x.T)
     assert all(jnp.any(g != 0) for g in gradients)

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from support.dots import jitted_products, products
 from support.marks import parametrize
@@ -29,7 +27,7 @@ from mxjax.runtime.mesh import Layout
 
 ON_PACKED = ["fp8_carriers", "scaled_dot"]
 POLICIES = [
-    *("wgrad_hadamard", "wgrad_sr"),
+    "wgrad_hadamard",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("wgrad", "full_hadamard", "full_rht")),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("tetrajet", "lumen", "fprop")),
 ]
@@ -123,17 +121,15 @@ def packed_and_quantized(x, axis, operand, rotation):
     return decode(q, jnp.float32), expected if axis == -1 else expected.swapaxes(-1, -2)
 
 
-@settings(max_examples=7)
-@given(
-    m=st.integers(1, 40),
-    k=st.integers(1, 70),
-    axis=st.sampled_from([-1, -2]),
-    square=st.booleans(),
-    rotation=st.sampled_from([None, Rotation(16), Rotation(64)]),
+@pytest.mark.parametrize(
+    ("m", "k", "axis", "square", "rotation"),
+    [
+        (40, 70, -1, True, Rotation(16)),
+        (33, 65, -2, True, None),
+        (17, 48, -2, False, Rotation(64)),
+        (1, 1, -1, False, None),
+    ],
 )
-@example(m=40, k=70, axis=-1, square=True, rotation=Rotation(16))
-@example(m=33, k=65, axis=-2, square=True, rotation=None)
-@example(m=17, k=48, axis=-2, square=False, rotation=Rotation(64))
 def test_packed_operands_are_quantized_ones(m, k, axis, square, rotation):
     x = np.random.default_rng(m * 100 + k).standard_normal((2, m, k), np.float32)
     operand = Operand(block_shape=(32, 32) if square else None, scale_rule="even")
@@ -152,21 +148,6 @@ def test_decodes_every_code_at_extreme_scales(byte):
     values = np.where(np.abs(values) < 2.0**-126, 0, values)  # XLA's CPU flushes subnormals
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(decode(q, jnp.float32)[0, :16], values.astype(np.float32))
-
-
-@parametrize("implementation", "fp8_carriers", slow=["scaled_dot"])
-def test_composes_under_vmap_scan_and_remat(implementation):
-    x, w, dy = tensors()
-    ws = jnp.stack([w, 2 * w])
-    run = functools.partial(all_three, policy="wgrad_sr", implementation=implementation)
-    expected = [run(x, v, dy) for v in ws]
-    mapped = jax.vmap(lambda v: run(x, v, dy))(ws)
-    remat = jax.checkpoint(lambda v: run(x, v, dy))
-    _, scanned = jax.lax.scan(lambda carry, v: (carry, remat(v)), 0, ws)
-    for i in range(2):
-        for got, again, wanted in zip(mapped, scanned, expected[i], strict=True):
-            np.testing.assert_array_equal(got[i], wanted)
-            np.testing.assert_array_equal(again[i], wanted)
 
 
 @pytest.mark.parametrize("implementation", ON_PACKED)

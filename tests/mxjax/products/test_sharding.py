@@ -103,7 +103,7 @@ def quantized(x):
     return [mxjax.quantize(x, operand) for operand in operands]
 
 expected = quantized(x)
-for size in (1, 2, 4, 8):
+for size in (2, 8):
     mesh = jax.make_mesh((size,), ("d",), devices=jax.devices()[:size])
     for spec in (P("d"), P(None, "d")):
         found = quantized(jax.device_put(x, NamedSharding(mesh, spec)))
@@ -112,7 +112,7 @@ print(jax.device_count())
 """
 
 
-def test_tensor_scales_and_elements_agree_over_meshes_of_1_to_8():
+def test_tensor_scales_and_elements_agree_over_meshes():
     assert on_devices(8, SCALES) == [8]
 
 
