@@ -60,6 +60,7 @@ def test_kinds_idle_time_and_launches_by_hand():
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal>", "GEMM"),
         ("gemm_fusion_dot_12", "GEMM"),
         ("Cijk_Ailk_Bljk_BBS_BH_MT256x256x64", "GEMM"),
+        ("quantize_gated_gradient_kernel", "quantize"),
         ("carry_kernel", "carrier"),
         ("carry_both_kernel", "carrier"),
         ("sift_kernel", "correction"),
@@ -88,11 +89,6 @@ def test_the_newest_profile_of_a_folder_is_read(tmp_path, capsys):
     assert "| idle" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_profile_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name the folder that"):
-        train_worker.read_trace(tmp_path)
-
-
 def test_a_profile_without_gpus_is_empty(capsys):
     summary = train_worker.summarize([], 3)
     train_worker.print_trace(summary)
@@ -108,8 +104,3 @@ def test_a_folder_is_printed_instead_of_measured(tmp_path, capsys):
     assert json.loads(summary)["span"] == (10 + 6) / 4
     with pytest.raises(SystemExit, match="name the folder that"):
         train_speed.main(["--trace", str(tmp_path / "none")])
-
-
-@pytest.mark.parametrize("kernel", ["", "_pairs", "_normed", "_gated", "_gated_gradient"])
-def test_the_quantizers_kernels_are_of_its_kind(kernel):
-    assert train_worker.kind_of(f"quantize{kernel}_kernel") == "quantize"

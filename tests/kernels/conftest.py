@@ -22,14 +22,11 @@ def kernels_run():
     if HAS_GPU:
         yield
         return
-    from support.interpreter import compute_once, convert_exactly, reduce_slices, replace_once
+    from support.interpreter import speed_up
 
     from mxjax.runtime.devices import INTERPRETER, use_target
 
-    replace_once()
-    compute_once()
-    reduce_slices()
-    convert_exactly()
+    speed_up()
     with use_target(INTERPRETER):
         yield
 

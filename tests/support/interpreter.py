@@ -17,19 +17,17 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def replace_once() -> None:
-    """Makes calls within a launch find Triton's functions as its beginning left them."""
-    if not hasattr(interpreter._patch_lang, "__wrapped__"):
-        interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
-
-
-def compute_once() -> None:
-    """Leaves out what serves assertions of overflow only, and makes the table of dtypes once."""
+def speed_up() -> None:
+    """Replaces these parts of the interpreter, once."""
+    if hasattr(interpreter._patch_lang, "__wrapped__"):
+        return
+    interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    if not hasattr(interpreter._get_np_dtype, "__wrapped__"):
-        interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
+    interpreter.ReduceOps.generic_reduce = _by_slices(interpreter.ReduceOps.generic_reduce)
+    interpreter._convert_float = _by_ml_dtypes(interpreter._convert_float)
 
 
 def _by_scalar(get_np_dtype):
@@ -41,18 +39,6 @@ def _by_scalar(get_np_dtype):
         return get_np_dtype(dtype) if dtype.scalar.is_ptr() else known(dtype.scalar)
 
     return get
-
-
-def reduce_slices() -> None:
-    """Makes reductions along an axis, by functions that the interpreter does not know, take whole slices."""
-    if not hasattr(interpreter.ReduceOps.generic_reduce, "__wrapped__"):
-        interpreter.ReduceOps.generic_reduce = _by_slices(interpreter.ReduceOps.generic_reduce)
-
-
-def convert_exactly() -> None:
-    """Makes conversions from FP8 exact, also of operands of `tl.dot`, and rounds to nearest to bfloat16."""
-    if not hasattr(interpreter._convert_float, "__wrapped__"):
-        interpreter._convert_float = _by_ml_dtypes(interpreter._convert_float)
 
 
 def _by_slices(generic_reduce):

@@ -14,7 +14,6 @@ from support import oracles, tensors
 from support.tensors import E2M1, assert_parts, assert_same, elements, info, scale_bytes, wide_range
 
 import mxjax
-from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.numerics.scales import ScaleRule
 
 RULES = [rule for rule in get_args(ScaleRule) if rule != "quest"]  # those of the largest magnitude
@@ -87,13 +86,6 @@ def test_dequantize_is_exact_in_bfloat16():
     in_bfloat16 = mxjax.dequantize(q, jnp.bfloat16)
     assert in_bfloat16.dtype == jnp.bfloat16
     np.testing.assert_array_equal(in_bfloat16.astype(np.float32), mxjax.dequantize(q))
-
-
-def test_quantize_unpacked_holds_the_same_values():
-    x = wide_range(8, 70)
-    loose = quantize_unpacked(x, mxjax.Operand(), -1, None)
-    assert loose.elements.dtype == jnp.float32
-    assert_same(loose, mxjax.quantize(x))
 
 
 # --- 2-D blocks

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from support import oracles
-from support.programs import on_devices
 from support.tensors import E2M1, KEY, assert_parts, assert_same, elements, gaussian, scale_bytes, wide_range
 
 import mxjax
@@ -82,24 +81,6 @@ def test_prescale_works_with_a_tensor_scale():
     np.testing.assert_allclose(mxjax.dequantize(q), mxjax.dequantize(mxjax.quantize(x, "fp8_e4m3")), rtol=0.1)
 
 
-SHARDED = """
-import jax, numpy as np
-import mxjax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-x = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)
-quantize = jax.jit(lambda x, key: mxjax.quantize(x, rounding="stochastic", key=key))
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
-sharded = jax.device_put(x, NamedSharding(mesh, P("rows", "columns")))
-assert len(sharded.addressable_shards) == 4
-one, four = (quantize(v, jax.random.key(0)) for v in (x, sharded))
-assert len(four.elements.devices()) == 4
-for a, b in ((one.elements, four.elements), (one.scales, four.scales)):
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-print(jax.device_count())
-"""
-
-
 def test_parts_of_a_shard_map_take_keys_of_their_own():
     x, key = gaussian(4, 64), jax.random.key(0)
 
@@ -111,7 +92,3 @@ def test_parts_of_a_shard_map_take_keys_of_their_own():
     got = jax.shard_map(of_part, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
     wanted = mxjax.quantize(x, rounding="stochastic", key=jax.random.fold_in(key, 0))
     np.testing.assert_array_equal(got, mxjax.dequantize(wanted))
-
-
-def test_stochastic_bits_do_not_depend_on_sharding():
-    assert on_devices(4, SHARDED, JAX_DISABLE_MOST_OPTIMIZATIONS="0") == [4]

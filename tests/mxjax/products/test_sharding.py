@@ -97,10 +97,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
 operands = ["fp8_e4m3", "fp8_e5m2", "nvfp4", mxjax.Operand("fp4_ue5m3", scale_max=2048)]
+operands.append(mxjax.Operand(rounding="stochastic"))
 
 @jax.jit
 def quantized(x):
-    return [mxjax.quantize(x, operand) for operand in operands]
+    return [mxjax.quantize(x, operand, key=jax.random.key(0)) for operand in operands]
 
 expected = quantized(x)
 for size in (2, 8):
@@ -112,7 +113,7 @@ print(jax.device_count())
 """
 
 
-def test_tensor_scales_and_elements_agree_over_meshes():
+def test_tensor_scales_elements_and_random_bits_agree_over_meshes():
     assert on_devices(8, SCALES) == [8]
 
 

@@ -174,16 +174,6 @@ def test_gemms_needs_a_gradient_of_the_product():
         stats.gemms(x.astype(jnp.int32), w, x @ w, policy="wgrad")
 
 
-@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
-def test_gemms_blames_the_gemm_that_is_quantized(name):
-    x, w, dy = operands()
-    policy = dataclasses.replace(mxjax.get_policy("fp32"), **{name: Gemm()})
-    errors = gemms(x, w, dy, policy=policy)
-    # The other two differ from the reference by the order of float32 sums at most.
-    large = [other for other, error in errors._asdict().items() if error.product.relative_error > 1e-5]
-    assert large == [name]
-
-
 def operands(tokens=40):
     return [jnp.asarray(normal(*s, seed=i)) for i, s in enumerate([(tokens, 48), (48, 56), (tokens, 56)])]
 
