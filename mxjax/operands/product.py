@@ -130,7 +130,6 @@ def contract_by_halves(
 
 def _halves(x: Float32[Array, "..."], axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns two float16 tensors, and exponents for the rows: x is the sum times two to their power."""
-    x = lax.optimization_barrier(x)  # computed once, though read several times
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
     exponent = jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127 - 14, -126)
     scaled = _times_power_of_two(x, -exponent)

@@ -121,6 +121,8 @@ def _contract(lhs, lhs_axis: int, rhs, rhs_axis: int, operand: Operand) -> Float
         rhs = _summed(rhs, operand.split_tokens, rhs_axis)
     elif right < left:
         lhs = _summed(lhs, operand.split_tokens, lhs_axis)
+    if operand.split == "mean":
+        lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))  # computed once, though read several times
     return contract_float32(lhs, lhs_axis, rhs, rhs_axis)
 
 

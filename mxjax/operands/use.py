@@ -152,4 +152,6 @@ def dequantize_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "...
     values, rest = dequantize(quantize_use(first_order_only(x), use)), split(x, use.operand, use.bounds).rest
     if rest is not None:
         values = values + rotate_use(whole_rest(rest, x.shape[-2], use.operand), use)
+    if use.bounds is not None and use.rotation is None:
+        return values
     return lax.optimization_barrier(values)  # a rotation's stages would each compute it again
