@@ -15,7 +15,7 @@ own mean: then nothing is left to quantize, and the product is that of float32.
 Sources: mean, arXiv 2603.10444; outliers, arXiv 2501.17116, section 3.2; clip, Azure/MS-AMP.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from mxjax.numerics.blocks import pad
 from mxjax.numerics.operand import Operand
-from mxjax.operands.product import contract, contract_float32
+from mxjax.operands.product import contract, contract_float32, contract_often_short
 from mxjax.policy.policy import Gemm
 
 
@@ -89,7 +89,14 @@ def product_apart(
     """
     left, right = split(lhs, gemm.lhs, bounds[0]), split(rhs, gemm.rhs, bounds[1])
     terms = []
-    if left.rest is not None:
+    if gemm.lhs.split == "outliers" and bounds[0] is not None and lhs.shape[-2] > 1:
+
+        def outliers(x, *bounds) -> Any:
+            return split(x, gemm.lhs, Quantiles(*bounds)).rest
+
+        rhs32 = rhs.astype(jnp.float32)
+        terms.append(contract_often_short(outliers, (lhs, *bounds[0]), lhs_axis, rhs32, rhs_axis))
+    elif left.rest is not None:
         y = _contract(left.rest, lhs_axis, rhs, rhs_axis, gemm.lhs)
         terms.append(whole_rest(y, lhs.shape[-2], gemm.lhs) if lhs_axis == -1 else y)
     if right.rest is not None:
