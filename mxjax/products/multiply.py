@@ -143,6 +143,7 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout |
     right = to_multiply(right, layout)
     # The format `fp32` is what the others are compared with: it stays plain float32.
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
+        left, right = map(lax.optimization_barrier, (left, right))  # computed once, though read several times
         return contract_float32(left, lhs.axis, right, rhs.axis)
     result = _result_dtype(lhs, rhs, dtype, exact, layout) if left.dtype == jnp.bfloat16 else jnp.float32
     return contract(left, lhs.axis, right, rhs.axis, exact, result)
