@@ -25,7 +25,7 @@ from mxjax.products.prepare import prepares_computed, prepares_gated
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.mesh import Layout, sums_on_each_device, varying_as
 from mxjax.runtime.primitives import as_primitive
-from mxjax.runtime.remat import keep_products
+from mxjax.runtime.remat import recomputed
 
 
 class NormedOptions(NamedTuple):
@@ -271,11 +271,8 @@ def _gated_batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]
 
     def apart(x, weights, scale, keys, scales):
         x = x if scale is None else rms_norm(x, Norm(scale, options.eps))
-
-        def gated(x, w):
-            return swiglu(linear(options.up, x, w, keys[0], scales[0]))
-
-        return linear(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1], scales[1])
+        gated = recomputed(swiglu)(linear(options.up, x, weights[0], keys[0], scales[0]))
+        return linear(options.down, gated, weights[1], keys[1], scales[1])
 
     return jax.vmap(apart, axes)(*operands), 0
 
