@@ -34,7 +34,7 @@ def main(shape: str, policy: str) -> None:
         optimizer = make_optimizer(OptimizerConfig())
         state, _ = parameter_sharding.first_state(MODEL, optimizer, mesh, jax.random.key(0))
         batch = global_batch(mesh, np.random.default_rng(0).integers(256, size=(4, 33), dtype=np.int32))
-        results, barriers = [], []
+        results, barriers, concatenations = [], [], []
         for unroll, tied in ((1, True), (MODEL.n_layers, True), (MODEL.n_layers, False)):
             if not tied:  # without the ties between blocks
                 backward_order.after_gradients = lambda x, weights: (x, weights)
