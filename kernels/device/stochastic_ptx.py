@@ -30,6 +30,10 @@ mov.b32 c3, low0;
 add.u32 k0, k0, 0x9E3779B9;
 add.u32 k1, k1, 0xBB67AE85;
 """
+# Inverts the lower halves of both products: -1 minus a product is one by the negative constant, minus 1.
+_INVERTED = """mad.lo.u32 low0, c0, 0x2DAEE0AD, 0xFFFFFFFF;
+mad.lo.u32 low1, c2, 0x326172A9, 0xFFFFFFFF;
+"""
 # Rounds a0 and a1. Each half of `code` then has a code at bits 8 to 10; below them is noise.
 ROUND_PAIR = """abs.f32 a0, a0;
 abs.f32 a1, a1;
@@ -64,8 +68,8 @@ def philox_text(counter: str, row: str, key0: str, key1: str, *, inverted: bool 
     """Returns PTX that leaves Philox's words in c0 to c3, or their inverses."""
     rounds = 10 * _ROUND.replace("TABLE", "0x96")  # a sum of three bits
     if inverted:
-        rounds = 9 * _ROUND.replace("TABLE", "0x96") + _ROUND.replace("TABLE", "0x69")
-        rounds += "not.b32 c1, c1;\nnot.b32 c3, c3;\n"
+        last = _ROUND.replace("TABLE", "0x69").replace("lop3", _INVERTED + "lop3", 1)
+        rounds = 9 * _ROUND.replace("TABLE", "0x96") + last
     start = "".join(f"mov.b32 {name}, {value};\n" for name, value in (
         ("c0", counter), ("c1", row), ("c2", "0"), ("c3", "0"), ("k0", key0), ("k1", key1),
     ))  # fmt: skip

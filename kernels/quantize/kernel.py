@@ -148,9 +148,10 @@ def _quantize_groups(
         ys = ()
         for i in tl.static_range(GROUP):
             if SIGNS:
-                if i % PART == 0:
-                    part = (group * BLOCKS + i // PART)[:, None]
-                    negative = group_signs(scalars + 2, part, PART, ROTATION, CONVERT)
+                if GROUP == 64 and i % PART == 0:
+                    negative = tl.load(scalars + 2 + i // PART)
+                elif i == 0:
+                    negative = group_signs(scalars + 2, group[:, None], GROUP, ROTATION, CONVERT)
                 # A sum changes the sign: with the shift that widens, it is one operation.
                 y = widen(xs[i]).to(tl.uint32, bitcast=True) + (negative << i % PART & SIGN)
                 ys = ys + (y.to(tl.float32, bitcast=True),)
