@@ -77,6 +77,7 @@ def evaluate(arguments: EvalConfig) -> Record:
     if not arguments.json:
         tokens = sum(batch[:, 1:].size for one in sets for batch in one.batches)
         result = f"{result_in_words(found)}  over {tokens:,} tokens"
+        result += f" in sequences of {restored.config.data.seq_len:,}"
         show(f"step {found['step']}  policy {in_words(found)}  {result}")
     return found
 

@@ -73,6 +73,7 @@ def triton_call(
     num_stages: int = 1,
     options: Mapping[str, object] | None = None,
     in_place: bool = False,
+    multiplies: bool = False,
     **constants,
 ) -> list[jax.Array]:
     """Returns the arrays that `kernel` writes, its pointer parameters after those of `arrays`, in order.
@@ -88,6 +89,8 @@ def triton_call(
       options: options of the target's compiler, which ignores those that it does not know.
       in_place: whether the first output starts as the first array and reuses its memory if nothing else
         reads it. The kernel gets a pointer to that memory for both.
+      multiplies: whether the kernel has products. Then the interpreter gets bfloat16 arrays in float32: it
+        would multiply their bits as integers, and truncate to bfloat16 where GPUs round.
       constants: the kernel's arguments after the pointers.
     """
     if (calls := _recorded.get()) is not None:
@@ -96,9 +99,12 @@ def triton_call(
         return [varying_as(jnp.zeros(o.shape, o.dtype), *arrays) for o in out]
     if isinstance(kernel, InterpretedFunction):
         _interpreter_thread()
-        run = functools.partial(_interpret, kernel, tuple(out), grid, constants, in_place)
-        written = jax.pure_callback(run, tuple(out), *arrays, vmap_method="sequential")
-        return [varying_as(y, *arrays) for y in written]
+        wide = {jnp.dtype(jnp.bfloat16): jnp.float32} if multiplies else {}
+        made = tuple(jax.ShapeDtypeStruct(o.shape, wide.get(jnp.dtype(o.dtype), o.dtype)) for o in out)
+        run = functools.partial(_interpret, kernel, made, grid, constants, in_place)
+        given = (x.astype(wide.get(x.dtype, x.dtype)) for x in arrays)
+        written = jax.pure_callback(run, made, *given, vmap_method="sequential")
+        return [varying_as(y.astype(o.dtype), *arrays) for y, o in zip(written, out, strict=True)]
     target = current_target()
     if target is None or target.backend == "interpreter":
         raise NotImplementedError(

@@ -24,7 +24,7 @@ from models import gemms, loss
 from models.attention.causal import Rope, block_windows, rope_of
 from models.attention.context import cut, join, sequence_parts
 from models.attention.documents import Documents, document_starts, first_keys
-from models.block import RMSNorm
+from models.block import RMSNorm, block_graph, part, slice_stack, stacked_blocks
 from models.configs import DecoderConfig
 from models.embedding import lookup
 from models.experts.layer import Routing, auxiliary_loss
@@ -32,7 +32,6 @@ from models.experts.traffic import Traffic
 from models.gemms import BlockGemms, Slot, block_keys, block_layers, random_matrix
 from models.loss import Head, token_losses
 from models.sharding import constrain, mesh_sizes, row_parts, run_blocks, weight_layout
-from models.stacks import block_graph, part, slice_stack, stacked_blocks
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies, Rules, resolve
 from mxjax.products.implementations import Implementation, quantizes_by_xla

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Float32, Int
 from models import decoder
 from models.attention.causal import rope_of
 from models.attention.documents import Documents, document_starts, first_keys, visible_keys
+from models.block import block_graph, part, slice_stack
 from models.configs import DecoderConfig
 from models.gemms import BlockGemms, attend, block_keys
-from models.stacks import block_graph, part, slice_stack
 from mxjax.policy.layers import LayerPolicies
 from mxjax.products.implementations import Implementation
 

@@ -1,11 +1,11 @@
 """The training workshop: configuration, data, optimizer, training step, checkpoints, metrics.
 
-It needs the extra `train`; `training.process.extras` names the extra of every other optional dependency.
+It needs the extra `train`; `training.process.start` names the extra of every other optional dependency.
 """
 
 import sys
 
-from training.process.extras import MissingExtraError, check_extra
+from training.process.start import MissingExtraError, check_extra
 
 _PROGRAMS = "training.tokenize", "training.huggingface"
 

@@ -211,7 +211,8 @@ class ObserveConfig:
     tensorboard: bool = False
     """Also write TensorBoard event files into the run's folder."""
     wandb: bool = False
-    """Also log to Weights & Biases, in the project WANDB_PROJECT or mxjax. A resumed run continues there."""
+    """Also log to Weights & Biases, in the project WANDB_PROJECT or mxjax, with files in RUN/wandb. A resumed
+    run continues there."""
     stats_every: int | None = None
     """Steps between measurements of the error of each GEMM of each block, on at most 2048 tokens of the
     batch; they go to metrics.jsonl. Default: none."""

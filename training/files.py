@@ -1,6 +1,7 @@
 """Files that are written completely or not at all, checksums that show damage which nothing else shows, and
 the paths that flags name."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -66,15 +67,22 @@ def check_parent(flag: str, path: pathlib.Path) -> None:
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
     """Writes a file under a temporary name, flushes it to the disk, and renames it.
 
-    After a crash at any moment `path` holds either its old content or all of `data`.
+    After a crash at any moment `path` holds either its old content or all of `data`. An OSError names a path.
     """
     temporary = temporary_path(path)
     if temporary.is_symlink():  # it may lead anywhere
         temporary.unlink()
-    with temporary.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        sync(file)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            sync(file)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if error.errno is not None:  # writes to open files name no path
+            error.filename = error.filename or str(path)
+        raise
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:

@@ -22,10 +22,10 @@ from jaxtyping import Array
 
 from models import decoder
 from models.attention.context import fewest_sequences
+from models.block import DENSE
 from models.configs import DecoderConfig
 from models.decoder import PARAMETER_AXES, Params, abstract_params
 from models.sharding import MESH_AXES, RULES, batch_parts_of, parts_of, spec
-from models.stacks import DENSE
 from mxjax.numerics.formats import get_format
 from mxjax.policy import Policy
 from mxjax.policy.layers import LayerPolicies

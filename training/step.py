@@ -24,7 +24,7 @@ def largest_values(tree: Any) -> Float32[Array, " layers"]:
 def layer_names(tree: Any, numbers: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> list[str]:
     """Returns the name of each of `largest_values`, such as blocks.0.mlp.down.
 
-    `numbers` are from `models.stacks.block_numbers`.
+    `numbers` are from `models.block.block_numbers`.
     """
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

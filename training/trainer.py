@@ -16,11 +16,11 @@ import optax
 from models import decoder, lora
 from models.attention.context import fewest_sequences
 from models.attention.documents import Documents
+from models.block import block_numbers
 from models.configs import DecoderConfig
 from models.decoder import Params
 from models.experts.layer import routing_by_layer
 from models.gemms import linear_layers, linear_weights
-from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies
 from mxjax.recipes import get_policy
 from mxjax.runtime.devices import on_gpu

@@ -1,5 +1,6 @@
 """The plot of `eval.py compare`: losses, gradient norms and SQNR of groups of runs, legible in grey."""
 
+import io
 import itertools
 import math
 import pathlib
@@ -10,7 +11,8 @@ from analysis.compare.runs import Group, Losses
 from analysis.records import binned
 from analysis.runs import RecordedRun
 from mxjax.policy import OPERANDS
-from training.process.extras import require
+from training.files import write_atomically
+from training.process.start import require
 
 _COLORS = ("#000000", "#0b4f9e", "#c2410c", "#2f8f4e", "#8a8a8a", "#b58bd0")
 """From dark to light, so that they differ in grey."""
@@ -72,7 +74,9 @@ def plot(
     style = {"frameon": False, "fontsize": "small", "title": title, "title_fontsize": "small"}
     # Below both panels: curves that fall leave no corner of a panel free for certain.
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), **style)
-    figure.savefig(path, dpi=150, facecolor="white")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150, facecolor="white")
+    write_atomically(path, drawn.getvalue())
 
 
 def check_format(path: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ from mxjax.recipes import get_policy
 from training.files import write_atomically
 from training.log.metrics import json_line
 from training.process.environment import facts
-from training.process.extras import check_extra
+from training.process.start import check_extra
 
 Batch = Int32[np.ndarray, "batch length"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mxjax.policy import OPERANDS
-from training.process.extras import require
+from training.process.start import require
 
 _GEMM_MAPS = {
     "relative error": lambda gemm, names: gemm["product"]["relative_error"],

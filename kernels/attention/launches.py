@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
-from triton import knobs
 
 from mxjax.kernels.attention.backward import key_gradients_kernel, query_gradients_kernel
 from mxjax.kernels.attention.blocks import OPTIONS, Blocks, candidates, table_of
@@ -43,13 +42,13 @@ def forward(
     blocks = blocks or candidates(target, h).forward[0]
     out, lse = triton_call(
         forward_kernel,
-        *_operands(q, k, v, q if first_key is None else first_key, q if sinks is None else sinks),
-        out=[_like(q), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
+        *(q, k, v, q if first_key is None else first_key, q if sinks is None else sinks),
+        out=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((b, g, r, s), jnp.float32)],
         grid=grid_of("forward", q.shape, blocks),
         SINKS=sinks is not None,
         **_arguments(q, blocks, target, first_key, causal),
     )
-    return out.astype(q.dtype), lse
+    return out, lse
 
 
 def backward(
@@ -108,12 +107,12 @@ def key_gradients(
     mask = (q, q) if first_key is None else (first_key, queries_end(first_key))
     dk, dv = triton_call(
         key_gradients_kernel,
-        *_operands(q, k, v, dout, lse, delta, *mask),
-        out=[_like(k), _like(v)],
+        *(q, k, v, dout, lse, delta, *mask),
+        out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         grid=grid_of("key_gradients", q.shape, blocks),
         **_arguments(q, blocks, target, first_key, causal),
     )
-    return dk.astype(k.dtype), dv.astype(v.dtype)
+    return dk, dv
 
 
 def query_gradients(
@@ -133,23 +132,12 @@ def query_gradients(
     blocks = blocks or candidates(target, q.shape[-1]).query_gradients[0]
     [dq] = triton_call(
         query_gradients_kernel,
-        *_operands(q, k, v, dout, lse, delta, q if first_key is None else first_key),
-        out=[_like(q)],
+        *(q, k, v, dout, lse, delta, q if first_key is None else first_key),
+        out=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         grid=grid_of("query_gradients", q.shape, blocks),
         **_arguments(q, blocks, target, first_key, causal),
     )
-    return dq.astype(q.dtype)
-
-
-def _operands(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays; bfloat16 as float32 in Triton's interpreter, which multiplies its bits."""
-    wide = knobs.runtime.interpret
-    return [x.astype(jnp.float32) if wide and x.dtype == jnp.bfloat16 else x for x in arrays]
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Returns a result's type, float32 in the interpreter."""
-    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if knobs.runtime.interpret else x.dtype)
+    return dq
 
 
 def _arguments(
@@ -160,6 +148,7 @@ def _arguments(
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
         "options": OPTIONS.get(table_of(target), {}),
+        "multiplies": True,
         "CAUSAL": causal,
         "MASKED": first_key is not None,
         **dict(zip("BSGRH", q.shape, strict=True)),

@@ -9,8 +9,8 @@ from mxjax.kernels.cases import shapes
 from mxjax.kernels.cases.builds import Build, Expected, build_of
 from mxjax.kernels.launch import Call, calls_of, ceil_div
 from mxjax.kernels.matmul import carry, grouped
-from mxjax.kernels.matmul.correct import correct
 from mxjax.kernels.matmul.fp4_gemm import constants_of, grid_of, launch, shuffle_scales
+from mxjax.kernels.matmul.fp8_matmul import correct
 from mxjax.kernels.matmul.grouped_kernel import grouped_rows_kernel, grouped_sums_kernel
 from mxjax.kernels.matmul.tiles import MORE_TILES, TILES, Tiles, choose_tiles, options_of, table_of
 from mxjax.numerics.formats import BLOCK

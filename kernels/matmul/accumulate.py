@@ -42,23 +42,9 @@ def accumulate_tile(
         rhs_scales += _start(rhs_batch, tile_n, N, K // 32, BLOCK_N) + first * Y_STEP
 
     return _accumulate(
-        lhs,
-        x_offsets,
-        lhs_scales,
-        x_scale_offsets,
-        rhs,
-        y_offsets,
-        rhs_scales,
-        y_scale_offsets,
-        X_STEP,
-        Y_STEP,
-        steps,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SHUFFLED,
-    )
+        lhs, x_offsets, lhs_scales, x_scale_offsets, rhs, y_offsets, rhs_scales, y_scale_offsets, X_STEP,
+        Y_STEP, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, SHUFFLED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -73,23 +59,12 @@ def accumulate_rows(
     packed = tl.arange(0, BLOCK_K // 2)
     blocks = tl.arange(0, BLOCK_K // 32)[None, :]
     return _accumulate(
-        lhs + first * (BLOCK_K // 2),
-        lhs_rows[:, None] * (K // 2) + packed[None, :],
-        lhs_scales + first * (BLOCK_K // 32),
-        lhs_rows[:, None] * (K // 32) + blocks,
-        rhs + first * (BLOCK_K // 2),
-        rhs_rows[None, :] * (K // 2) + packed[:, None],
-        rhs_scales + first * (BLOCK_K // 32),
-        rhs_rows[:, None] * (K // 32) + blocks,
-        BLOCK_K // 32,
-        BLOCK_K // 32,
-        steps,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        False,
-    )
+        lhs + first * (BLOCK_K // 2), lhs_rows[:, None] * (K // 2) + packed[None, :],
+        lhs_scales + first * (BLOCK_K // 32), lhs_rows[:, None] * (K // 32) + blocks,
+        rhs + first * (BLOCK_K // 2), rhs_rows[None, :] * (K // 2) + packed[:, None],
+        rhs_scales + first * (BLOCK_K // 32), rhs_rows[:, None] * (K // 32) + blocks, BLOCK_K // 32,
+        BLOCK_K // 32, steps, K, BLOCK_M, BLOCK_N, BLOCK_K, False,
+    )  # fmt: skip
 
 
 @triton.jit

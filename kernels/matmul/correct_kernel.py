@@ -36,23 +36,9 @@ def correct_kernel(
         (batch * M, M, batch * (tl.cdiv(M, LHS_ROWS) * PARTS)),
         (rhs, rhs_scales, rhs_unit, rhs_lost, rhs_factors),
         (batch * N, N, batch * (tl.cdiv(N, RHS_ROWS) * PARTS)),
-        (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8),
-        out + batch * M * N,
-        scratch,
-        0,
-        None,
-        False,
-        K,
-        LHS_ROWS,
-        RHS_ROWS,
-        PARTS,
-        LARGE,
-        GROUP,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        FP8_N,
-    )
+        (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8), out + batch * M * N, scratch, 0, None, False, K,
+        LHS_ROWS, RHS_ROWS, PARTS, LARGE, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, FP8_N,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -152,20 +138,9 @@ def _put_far_tile(
 ):  # fmt: skip
     """Writes a tile of lost rows or columns, from the packed operands; see `_place_of`."""
     rows, columns = _place_of(
-        lhs_lost,
-        rhs_lost,
-        scratch,
-        tile,
-        is_first,
-        of_rows,
-        M,
-        N,
-        LHS_ROWS,
-        RHS_ROWS,
-        PARTS,
-        BLOCK_M,
+        lhs_lost, rhs_lost, scratch, tile, is_first, of_rows, M, N, LHS_ROWS, RHS_ROWS, PARTS, BLOCK_M,
         BLOCK_N,
-    )
+    )  # fmt: skip
     lhs_rows = tl.minimum(rows, M - 1).to(tl.int64 if LARGE else tl.int32)
     rhs_rows = tl.minimum(columns, N - 1).to(tl.int64 if LARGE else tl.int32)
     acc = accumulate_rows(

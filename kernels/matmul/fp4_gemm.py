@@ -15,7 +15,6 @@ import triton.language as tl
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, order_on_dies, triton_call
 from mxjax.kernels.matmul import aiter
@@ -96,34 +95,44 @@ def multiply_flat(run: Callable[..., list[jax.Array]], *operands: jax.Array) -> 
 @functools.cache
 def _matmul(dtype, target: Target | None, tiles: TileName | None):
     """Returns the product as a function. JAX caches its trace, hence a separate function for each target."""
+    return batched(summing(functools.partial(launch, target=target, tiles=tiles), dtype), "b m n")
+
+
+def summing(multiply: Callable[..., jax.Array], dtype: DTypeLike) -> Callable[..., list[jax.Array]]:
+    """Returns a part for `batched` of `multiply`, a function of the operands and `dtype`."""
 
     def part(*operands, summed_over):
         if not summed_over:
-            return [launch(*operands, dtype, target, tiles)]
-        y = launch(*operands, jnp.dtype(jnp.float32), target, tiles)
+            return [multiply(*operands, dtype=dtype)]
+        y = multiply(*operands, dtype=jnp.dtype(jnp.float32))
         return [lax.psum(y, summed_over).astype(dtype)]
 
-    return batched(part, "b m n")
+    return part
 
 
-def batched(part: Callable[..., list[jax.Array]], results: str) -> Callable[..., list[jax.Array]]:
+def batched(
+    part: Callable[..., list[jax.Array]], results: str, unit: int = BLOCK // 2, *, k_first: bool = False
+) -> Callable[..., list[jax.Array]]:
     """Returns a product of [batch, ...] operands that meshes shard; vmap enlarges its batch.
 
     Args:
       part: a function of the operands or their shards, and of `summed_over`: the mesh axes that shard k, over
         which it must sum.
       results: the axes of its results, as in a rule of `partitioned`.
+      unit: entries of a row that share a scale.
+      k_first: whether scales are [batch, k / unit, m] and not [batch, m, k / unit], rhs's likewise.
     """
 
     def call(lhs, lhs_scales, rhs, rhs_scales, summed_over=()):
         return part(lhs, lhs_scales, rhs, rhs_scales, summed_over=summed_over)
 
     def multiply(*operands):
-        blocks = operands[1].shape[2]
-        if blocks > 1 and blocks % jax.device_count() == 0:
-            rule, sizes, whole = "b m (k w), b m k, b n (k w), b n k", {"k": blocks, "w": 16}, ["w"]
+        blocks, rest = divmod(operands[0].shape[2], unit)
+        m, n = ("k m", "k n") if k_first else ("m k", "n k")
+        if blocks > 1 and not rest and blocks % jax.device_count() == 0:
+            rule, sizes, whole = f"b m (k w), b {m}, b n (k w), b {n}", {"k": blocks, "w": unit}, ["w"]
         else:
-            rule, sizes, whole = "b m w, b m k, b n w, b n k", {}, ["w", "k"]
+            rule, sizes, whole = f"b m w, b {m}, b n w, b {n}", {}, ["w", "k"]
         return partitioned(call, f"{rule} -> {results}", sizes, whole, "k" if sizes else None)(*operands)
 
     return batched_by_vmap(multiply)
@@ -153,15 +162,15 @@ def launch(
         lhs_scales,
         rhs,
         rhs_scales,
-        # Triton's interpreter truncates to bfloat16 where GPUs round.
-        out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
+        out=[jax.ShapeDtypeStruct((batch, m, n), dtype)],
+        multiplies=True,
         grid=grid_of(m, n, batch, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         options=options_of(tiles, target),
         **constants_of(m, n, k, tiles, target),
     )
-    return out.astype(dtype)
+    return out
 
 
 def shuffle_scales(
@@ -218,24 +227,9 @@ def gemm_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, XCDS)
     batch = tl.program_id(1).to(tl.int64)
     acc = accumulate_tile(
-        lhs,
-        lhs_scales,
-        rhs,
-        rhs_scales,
-        tile_m,
-        tile_n,
-        batch,
-        batch,
-        0,
-        None,
-        M,
-        N,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SHUFFLED,
-    )
+        lhs, lhs_scales, rhs, rhs_scales, tile_m, tile_n, batch, batch, 0, None, M, N, K, BLOCK_M, BLOCK_N,
+        BLOCK_K, SHUFFLED,
+    )  # fmt: skip
     store_tile(out, acc, tile_m, tile_n, batch, M, N, BLOCK_M, BLOCK_N)
 
 

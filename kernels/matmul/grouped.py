@@ -1,7 +1,7 @@
 """Grouped GEMMs: one launch for all experts, whose sizes are known at run time only.
 
 Operands are K-major, as in `mxjax.kernels.matmul.fp4_gemm`. Tokens are sorted by expert, each expert's in
-runs that are filled up with zeros (`mxjax.products.expert_runs`). Packed MXFP4 operands are multiplied in
+runs that are filled up with zeros (`mxjax.products.expert_rows`). Packed MXFP4 operands are multiplied in
 FP4, or on FP8 matrix units: exact in FP8 carriers, else recomputed, as in `mxjax.kernels.matmul.fp8_matmul`.
 """
 
@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, Shaped, UInt8
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.matmul.carry import carry_operand
-from mxjax.kernels.matmul.correct import PROGRAMS
 from mxjax.kernels.matmul.fp4_gemm import constants_of, grid_of, shuffle_scales
+from mxjax.kernels.matmul.fp8_matmul import PROGRAMS
 from mxjax.kernels.matmul.grouped_correct import correct_experts, sift_rows
 from mxjax.kernels.matmul.grouped_kernel import (
     grouped_rows_kernel,
@@ -46,7 +45,7 @@ WIDE = Tiles(128, 256, 64, warps=8, stages=3)
 
 
 class Places(NamedTuple):
-    """Where the rows of experts are; see `mxjax.products.expert_runs.Runs`.
+    """Where the rows of experts are; see `mxjax.products.expert_rows.Runs`.
 
     Attributes:
       run: rows of a run, a multiple of RUN.
@@ -101,7 +100,7 @@ def multiply_values(
     ones = (jnp.ones((), jnp.float32) for _ in range(2 - len(factors)))
     left, right = (jnp.asarray(f, jnp.float32).reshape(1) for f in (*factors, *ones))
     rule = "m w, l, g n w, q" if rhs.ndim == 3 else "w m, l, w n, q" if k_first else "m w, l, n w, q"
-    job = _Job(_plain, k_first, rule, jnp.dtype(dtype), current_target())
+    job = _Job(launch_values, k_first, rule, jnp.dtype(dtype), current_target())
     return _run(job, (lhs, left, rhs, right), places)
 
 
@@ -168,42 +167,37 @@ def _in_fp4(lhs, lhs_scales, rhs, rhs_scales, places: Places, option, dtype, tar
     return _launch(grouped_sums_kernel, arrays, (groups, m, n), grid, dtype, tiles, constants, options)
 
 
-def _plain(lhs, left, rhs, right, places: Places, k_first: bool, dtype, target) -> jax.Array:
-    if knobs.runtime.interpret and lhs.dtype == jnp.bfloat16:  # whose bits its dot takes for integers
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    return launch_values((lhs, left), (rhs, right), places, dtype, target, k_first=k_first)
-
-
 def launch_values(
-    lhs: tuple[jax.Array, jax.Array],
-    rhs: tuple[jax.Array, jax.Array],
+    lhs: jax.Array,
+    left: jax.Array,
+    rhs: jax.Array,
+    right: jax.Array,
     places: Places,
-    dtype,
+    k_first: bool,
+    dtype: DTypeLike,
     target: Target | None,
-    *,
-    k_first: bool = False,
 ) -> Float[Array, "..."]:
     """Returns the product of arrays and their factors by one launch.
 
     Args:
-      lhs, rhs: an array, and the unit bytes of its rows or one factor [1]; see `value_rows_kernel`.
+      left, right: the unit bytes of the rows of lhs and rhs, or one factor [1]; see `value_rows_kernel`.
       k_first: see `multiply_values`.
     """
-    (m, k), n = lhs[0].shape[:: -1 if k_first else 1], rhs[0].shape[-1 if k_first else -2]
-    groups, tiles = places.starts.size - 1, VALUES[min(lhs[0].dtype.itemsize, 2)]
-    if lhs[0].dtype == jnp.bfloat16 and target is not None and target.arch.startswith(("sm_9", "sm_10")):
+    (m, k), n = lhs.shape[:: -1 if k_first else 1], rhs.shape[-1 if k_first else -2]
+    groups, tiles = places.starts.size - 1, VALUES[min(lhs.dtype.itemsize, 2)]
+    if lhs.dtype == jnp.bfloat16 and target is not None and target.arch.startswith(("sm_9", "sm_10")):
         tiles = WIDE
     constants = {"M": m, "N": n, "K": k, "GROUPS": groups, "RUN": places.run, "GROUP_M": 8}
     constants |= {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
-    constants["UNITS"] = lhs[1].dtype == jnp.uint8
-    if rhs[0].ndim == 3:
+    constants["UNITS"] = left.dtype == jnp.uint8
+    if rhs.ndim == 3:
         kernel, arrays, shape = value_rows_kernel, places[:3], (places.rows, n)
     else:
         kernel, arrays, shape = value_sums_kernel, (places.starts,), (groups, m, n)
         constants["K_FIRST"] = k_first
-    programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * (1 if rhs[0].ndim == 3 else groups)
+    programs = ceil_div(m, tiles.m) * ceil_div(n, tiles.n) * (1 if rhs.ndim == 3 else groups)
     grid = (min(programs, PROGRAMS),)
-    return _launch(kernel, (*lhs, *rhs, *arrays), shape, grid, dtype, tiles, constants, {})
+    return _launch(kernel, (lhs, left, rhs, right, *arrays), shape, grid, dtype, tiles, constants, {})
 
 
 def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, carriers, dtype, target) -> jax.Array:
@@ -214,7 +208,7 @@ def _carried(lhs, lhs_scales, rhs, rhs_scales, places: Places, carriers, dtype, 
     batched = (rhs, rhs_scales) if of_rows else (rhs[None], rhs_scales[None])
     right = carry_operand(*batched, carriers[1], target)
     values = (right.elements, right.unit) if of_rows else _first(right)
-    y = launch_values(_first(left), values, places, dtype, target)
+    y = launch_values(*_first(left), *values, places, False, dtype, target)
     if left.grouped is not None:
         left = sift_rows(y, left, right, places[:3], places.run)
     operands = (lhs, lhs_scales, rhs, rhs_scales)
@@ -229,12 +223,12 @@ def _launch(kernel, arrays, shape, grid, dtype, tiles: Tiles, constants, options
     [out] = triton_call(
         kernel,
         *arrays,
-        # Triton's interpreter truncates to bfloat16 where GPUs round.
-        out=[jax.ShapeDtypeStruct(shape, jnp.float32 if knobs.runtime.interpret else dtype)],
+        out=[jax.ShapeDtypeStruct(shape, dtype)],
+        multiplies=True,
         grid=grid,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         options=options,
         **constants,
     )
-    return out.astype(dtype)
+    return out

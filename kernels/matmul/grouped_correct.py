@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.matmul import correct, lost_rows
+from mxjax.kernels.matmul import lost_rows
 from mxjax.kernels.matmul.carry import rows_and_parts
 from mxjax.kernels.matmul.correct_kernel import correct_part
+from mxjax.kernels.matmul.fp8_matmul import PROGRAMS, correction_constants, correction_tiles
 from mxjax.kernels.matmul.grouped_kernel import place_of
 from mxjax.kernels.matmul.lost_rows import least_of_rows
 from mxjax.numerics.formats import BLOCK
@@ -57,7 +57,7 @@ def correct_experts(
     run: int,
     target: Target | None,
 ) -> Float[Array, "..."]:
-    """Returns y, recomputed where its row or column lost elements; see `correct.correct`.
+    """Returns y, recomputed where its row or column lost elements; see `fp8_matmul.correct`.
 
     Args:
       y: [rows, n] of rows and their experts, or [g, m, n] of sums over experts' runs. It is overwritten.
@@ -74,49 +74,33 @@ def correct_experts(
     grouped = (left.grouped, left.group_scales, left.far)
     if not has_groups:
         grouped = (left.elements, left.unit, left.lost)  # not read
-    before = y.astype(jnp.float32) if knobs.runtime.interpret else y  # which truncates to bfloat16
-    tiles = correct.tiles_of(target)
+    tiles = correction_tiles(target)
     tiles_of_all = ceil_div(m, tiles.m) * ceil_div(n, tiles.n)
-    grid = min(tiles_of_all, max(1, correct.PROGRAMS // groups)), groups
+    grid = min(tiles_of_all, max(1, PROGRAMS // groups)), groups
     corrected, _ = triton_call(
         correct_experts_kernel,
-        *(before, *operands, left.unit, right.unit, left.lost, right.lost, *grouped, right.elements, *places),
+        *(y, *operands, left.unit, right.unit, left.lost, right.lost, *grouped, right.elements, *places),
         out=[
-            jax.ShapeDtypeStruct(before.shape, before.dtype),
+            jax.ShapeDtypeStruct(y.shape, y.dtype),
             jax.ShapeDtypeStruct((math.prod(grid), max(tiles.m, tiles.n)), jnp.int32),
         ],
         in_place=True,
+        multiplies=True,
         grid=grid,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **correct.constants_of(m, n, BLOCK * blocks, tiles, has_groups)
+        **correction_constants(m, n, BLOCK * blocks, tiles, has_groups)
         | {"PARTS": 1, "RUN": run, "SUMS": y.ndim == 3},
     )
-    return corrected.astype(y.dtype)
+    return corrected
 
 
 @triton.jit
 def sift_experts_kernel(
-    y,
-    lost_sum,
-    lost,
-    far,
-    lhs_unit,
-    rhs_unit,
-    experts,
-    starts,
-    ends,
-    still_lost,
-    still_far,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RUN: tl.constexpr,
-    FROM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
+    y, lost_sum, lost, far, lhs_unit, rhs_unit, experts, starts, ends, still_lost, still_far, M: tl.constexpr,
+    N: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, FROM: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
     """Does what `lost_rows.sift_kernel` does, of rows of experts; the grid is (M / ROWS,)."""
     program = tl.program_id(0)
     expert, y_row, rows = place_of(experts, starts, ends, program, RUN, ROWS)
@@ -138,38 +122,12 @@ def sift_experts_kernel(
 
 @triton.jit
 def correct_experts_kernel(
-    before,
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    lhs_unit,
-    rhs_unit,
-    lhs_lost,
-    rhs_lost,
-    lhs_grouped,
-    lhs_group_scales,
-    lhs_far,
-    rhs_fp8,
-    starts,
-    ends,
-    out,
-    scratch,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    RUN: tl.constexpr,
-    SUMS: tl.constexpr,
-    LHS_ROWS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LARGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FP8_N: tl.constexpr,
-):
+    before, lhs, lhs_scales, rhs, rhs_scales, lhs_unit, rhs_unit, lhs_lost, rhs_lost, lhs_grouped,
+    lhs_group_scales, lhs_far, rhs_fp8, starts, ends, out, scratch, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, RUN: tl.constexpr, SUMS: tl.constexpr, LHS_ROWS: tl.constexpr, RHS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, LARGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP8_N: tl.constexpr,
+):  # fmt: skip
     """Does what `mxjax.kernels.matmul.correct_kernel.correct_kernel` does, of products expert by expert.
 
     With SUMS, out [g, M, N] is of experts' runs of K, lhs [M, K] and rhs [N, K]. Otherwise out [rows, N] is
@@ -192,24 +150,6 @@ def correct_experts_kernel(
         out += row.to(tl.int64) * N
         first_step, steps = 0, None
     correct_part(
-        left,
-        left_part,
-        right,
-        right_part,
-        (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8),
-        out,
-        scratch,
-        first_step,
-        steps,
-        True,
-        K,
-        LHS_ROWS,
-        RHS_ROWS,
-        PARTS,
-        LARGE,
-        GROUP,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        FP8_N,
-    )
+        left, left_part, right, right_part, (lhs_grouped, lhs_group_scales, lhs_far, rhs_fp8), out, scratch,
+        first_step, steps, True, K, LHS_ROWS, RHS_ROWS, PARTS, LARGE, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, FP8_N,
+    )  # fmt: skip

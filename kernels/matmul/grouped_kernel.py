@@ -5,7 +5,7 @@ a step of BLOCK_K of them, both of which divide RUN, has the rows of one expert,
 have the rows without what fills up runs, as if there were GROUPS + 1 experts, of which the last has the rows
 that none of the others has; their products are zero.
 
-All kernels take what `mxjax.products.expert_runs.Runs` has: `starts` are the first run of each expert and
+All kernels take what `mxjax.products.expert_rows.Runs` has: `starts` are the first run of each expert and
 the end of the last, `ends` 0, the end of each expert's rows and the number of rows, `experts` the expert of
 each run.
 """
@@ -19,26 +19,10 @@ from mxjax.kernels.matmul.fp4_gemm import store_tile, tile_of
 
 @triton.jit
 def grouped_rows_kernel(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    experts,
-    starts,
-    ends,
-    out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SHUFFLED: tl.constexpr,
-    XCDS: tl.constexpr,
-):
+    lhs, lhs_scales, rhs, rhs_scales, experts, starts, ends, out, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SHUFFLED: tl.constexpr, XCDS: tl.constexpr,
+):  # fmt: skip
     """Computes a tile of out [rows, N], each row that of lhs [M, K] times its expert's of rhs [g, N, K].
 
     The grid is (tiles,). Scales and BLOCK_K are as in `mxjax.kernels.matmul.fp4_gemm.gemm_kernel`.
@@ -47,24 +31,9 @@ def grouped_rows_kernel(
     expert, row, rows = place_of(experts, starts, ends, tile_m, RUN, BLOCK_M)
     if expert < GROUPS:
         acc = accumulate_tile(
-            lhs,
-            lhs_scales,
-            rhs,
-            rhs_scales,
-            tile_m,
-            tile_n,
-            0,
-            expert.to(tl.int64),
-            0,
-            None,
-            M,
-            N,
-            K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SHUFFLED,
-        )
+            lhs, lhs_scales, rhs, rhs_scales, tile_m, tile_n, 0, expert.to(tl.int64), 0, None, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, SHUFFLED,
+        )  # fmt: skip
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     _store_rows(out, acc, row, rows, tile_n, N, BLOCK_M, BLOCK_N)
@@ -72,23 +41,10 @@ def grouped_rows_kernel(
 
 @triton.jit
 def grouped_sums_kernel(
-    lhs,
-    lhs_scales,
-    rhs,
-    rhs_scales,
-    starts,
-    out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SHUFFLED: tl.constexpr,
-    XCDS: tl.constexpr,
-):
+    lhs, lhs_scales, rhs, rhs_scales, starts, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SHUFFLED: tl.constexpr, XCDS: tl.constexpr,
+):  # fmt: skip
     """Computes a tile of out[expert] = lhs [M, K] @ rhs [N, K].T, summed over the expert's runs of columns.
 
     Without any the sum is zero. The grid is (tiles, experts); the rest is as in `grouped_rows_kernel`.
@@ -98,48 +54,18 @@ def grouped_sums_kernel(
     first = tl.load(starts + expert)
     steps = (tl.load(starts + expert + 1) - first) * (RUN // BLOCK_K)
     acc = accumulate_tile(
-        lhs,
-        lhs_scales,
-        rhs,
-        rhs_scales,
-        tile_m,
-        tile_n,
-        0,
-        0,
-        first * (RUN // BLOCK_K),
-        steps,
-        M,
-        N,
-        K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SHUFFLED,
-    )
+        lhs, lhs_scales, rhs, rhs_scales, tile_m, tile_n, 0, 0, first * (RUN // BLOCK_K), steps, M, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, SHUFFLED,
+    )  # fmt: skip
     store_tile(out, acc, tile_m, tile_n, expert.to(tl.int64), M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def value_rows_kernel(
-    lhs,
-    lhs_factor,
-    rhs,
-    rhs_factor,
-    experts,
-    starts,
-    ends,
-    out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    UNITS: tl.constexpr,
-):
+    lhs, lhs_factor, rhs, rhs_factor, experts, starts, ends, out, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
     """Does what `grouped_rows_kernel` does, of arrays in FP8 or bfloat16 with factors.
 
     They are lhs [M, K] and rhs [g, N, K]. With UNITS each row has a unit byte, [M] and [g, N], and the factor
@@ -163,24 +89,10 @@ def value_rows_kernel(
 
 @triton.jit
 def value_sums_kernel(
-    lhs,
-    lhs_factor,
-    rhs,
-    rhs_factor,
-    starts,
-    out,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    UNITS: tl.constexpr,
-    K_FIRST: tl.constexpr,
-):
+    lhs, lhs_factor, rhs, rhs_factor, starts, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GROUPS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, UNITS: tl.constexpr, K_FIRST: tl.constexpr,
+):  # fmt: skip
     """Does what `grouped_sums_kernel` does of lhs [M, K] and rhs [N, K]; see `value_rows_kernel`.
 
     With K_FIRST they are [K, M] and [K, N].

@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
-from triton import knobs
 
 from mxjax.kernels.launch import ceil_div, triton_call
-from mxjax.kernels.matmul.fp4_gemm import multiply_flat, store_tile, tile_of
+from mxjax.kernels.matmul.fp4_gemm import batched, multiply_flat, store_tile, summing, tile_of
 from mxjax.kernels.matmul.tiles import Tiles
-from mxjax.kernels.mesh import batched_by_vmap, partitioned
 from mxjax.operands.kernel_operand import RUN
 from mxjax.runtime.devices import Target, current_target
 
@@ -53,42 +50,20 @@ def matmul(
 @functools.cache
 def _matmul(dtype, target: Target | None):
     """Returns the product as a function. JAX caches its trace, hence a separate function for each target."""
-
-    def part(lhs, lhs_scales, rhs, rhs_scales, summed_over):
-        if not summed_over:
-            return [_multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target)]
-        y = _multiply(lhs, lhs_scales, rhs, rhs_scales, jnp.dtype(jnp.float32), target)
-        return [lax.psum(y, summed_over).astype(dtype)]
-
-    def multiply(*operands):
-        k, runs = operands[0].shape[2], operands[1].shape[1]
-        if runs > 1 and k % RUN == 0 and runs % jax.device_count() == 0:
-            rule, sizes, whole, summed = (
-                "b m (k w), b k m, b n (k w), b k n",
-                {"k": runs, "w": RUN},
-                ["w"],
-                "k",
-            )
-        else:
-            rule, sizes, whole, summed = "b m w, b k m, b n w, b k n", {}, ["w", "k"], None
-        run = part if summed else functools.partial(part, summed_over=())
-        return partitioned(run, f"{rule} -> b m n", sizes, whole, summed)(*operands)
-
-    return batched_by_vmap(multiply)
+    return batched(summing(functools.partial(_multiply, target=target), dtype), "b m n", RUN, k_first=True)
 
 
 def _multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) -> jax.Array:
     has_227_kib = target is not None and 90 <= (target.compute_capability or 0) < 120
     (batch, m, k), n = lhs.shape, rhs.shape[1]
-    if knobs.runtime.interpret:  # its dot takes the bits of bfloat16 for integers, and it truncates to it
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     [out] = triton_call(
         scaled_blocks_kernel,
         lhs,
         lhs_scales,
         rhs,
         rhs_scales,
-        out=[jax.ShapeDtypeStruct((batch, m, n), jnp.float32 if knobs.runtime.interpret else dtype)],
+        out=[jax.ShapeDtypeStruct((batch, m, n), dtype)],
+        multiplies=True,
         grid=(min(ceil_div(m, TILES.m) * ceil_div(n, TILES.n) * batch, PROGRAMS),),
         num_warps=TILES.warps,
         # With a single run the tiles are the loop that is pipelined, by a stage more, which no GPU holds.
@@ -102,7 +77,7 @@ def _multiply(lhs, lhs_scales, rhs, rhs_scales, dtype, target: Target | None) ->
         BLOCK_N=TILES.n,
         GROUP_M=8,
     )
-    return out.astype(dtype)
+    return out
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from models.sharding import RULES, mesh_sizes
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import PER_COUNTER
 from mxjax.policy import Policy
-from mxjax.products.expert_groups import Grid, Groups
+from mxjax.products.expert_rows import Grid, Groups
 from mxjax.products.ragged import ragged_dot_on_mesh, row_unit
 from mxjax.runtime.devices import on_gpu
 

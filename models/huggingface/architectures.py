@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from models import decoder
+from models.block import DENSE, block_numbers, part
 from models.configs import DecoderConfig
-from models.stacks import DENSE, block_numbers, part
 
 
 class Architecture(NamedTuple):

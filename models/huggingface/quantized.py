@@ -1,7 +1,8 @@
 """The weights that the Fprop multiplies, as FP4 codes and scale bytes by Hugging Face's names.
 
-A layer whose policy rounds its weight in the Fprop gives exactly the values that the Fprop multiplies. Blocks
-of several rows, or longer than the format's, repeat their scale. One layer is quantized at a time.
+A layer whose policy rounds its weight in the Fprop gives exactly the values that the Fprop multiplies, unless
+adapters are merged into it. Blocks of several rows, or longer than the format's, repeat their scale. One
+layer is quantized at a time.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ import numpy as np
 
 import mxjax
 from models import decoder
+from models.block import part
 from models.configs import DecoderConfig
 from models.huggingface.architectures import model_type, shape_of, views
-from models.stacks import part
 from mxjax import Gemm, Operand
 from mxjax.numerics.blocks import spread
 from mxjax.numerics.formats import get_format
@@ -87,7 +88,11 @@ class QuantizedWeight(NamedTuple):
 
 
 def choose_operands(
-    config: DecoderConfig, layers: LayerPolicies | None, rule: ScaleRule | None, number: FP4 = "mxfp4"
+    config: DecoderConfig,
+    layers: LayerPolicies | None,
+    rule: ScaleRule | None,
+    number: FP4 = "mxfp4",
+    adapted: bool = False,
 ) -> tuple[dict[str, Operand], str]:
     """Returns how to quantize the weights, by the names of our layers, and a line that says so.
 
@@ -98,6 +103,7 @@ def choose_operands(
       layers: the run's policies at the exported step; None for weights that were imported.
       rule: MXFP4's scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
       number: the format.
+      adapted: the weights hold merged adapters, which the Fprop multiplies apart, in bfloat16.
     Raises:
       ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or, in
         this format, those of one of the two layers of gpt-oss's experts alone.
@@ -128,7 +134,8 @@ def choose_operands(
     tied = config.tied and layers and layers["head"].fprop.rhs.format == number
     rest = "; the head, tied to the embedding, is not quantized" if tied else ""
     rules = ", ".join(sorted({gemm.rhs.scale_rule for gemm in found.values()}))
-    line = "weights as the run's Fprop" + (f", scale rule {rules}" if number == "mxfp4" else "")
+    line = "adapters merged, then rounded anew" if adapted else "weights as the run's Fprop"
+    line += f", scale rule {rules}" if number == "mxfp4" else ""
     return {name: gemm.rhs for name, gemm in found.items()}, line + rest
 
 

@@ -32,7 +32,8 @@ def hadamard_matrix(n: int) -> Float32[Array, "n n"]:
 
 def random_signs(key: jax.Array, n: int) -> Float32[Array, " n"]:
     """Returns n random signs, +1 or -1, for `rotate`."""
-    return jax.random.rademacher(key, (n,), jnp.float32)
+    # `jax.random.rademacher` draws from 64 bits under jax_enable_x64.
+    return jnp.where(jax.random.bernoulli(key, jnp.float32(0.5), (n,)), jnp.float32(1), jnp.float32(-1))
 
 
 def fixed_signs(seed: int, n: int) -> Float32[np.ndarray, " n"]:

@@ -72,6 +72,11 @@ class OperandUse(NamedTuple):
         return self.rotation is None or self.rotation.is_hadamard
 
     @property
+    def is_small(self) -> bool:
+        """Whether its operand takes a byte an element or less, so that it is kept in place of the tensor."""
+        return self.form in ("packed", "fp8")
+
+    @property
     def has_places(self) -> bool:
         """Whether random bits count rows by places of their own, which kernels do not."""
         return isinstance(self.key, KeyWords) and self.key.places is not None

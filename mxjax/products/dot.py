@@ -50,7 +50,7 @@ def dot(
     tokens: all leading axes of x, flattened.
 
     Args:
-      x: activations, float32, bfloat16 or float16.
+      x: activations, float32, bfloat16 or float16. float64, if JAX has it enabled, is rounded to float32.
       w: weights [d_in, d_out], in any of these dtypes; pass float32 master weights, which are quantized from
         the dtype given. Or an `MXArray` [d_in, d_out], a frozen weight without a gradient, by
         `quantize(w, policy.fprop.rhs, axis=0)`: its values are quantized again as the policy says, with a
@@ -193,7 +193,7 @@ def check_key(policy: Policy, key: object, scales: Scales | None = None) -> None
 def check_floating(lhs: AnyArray | MXArray, rhs: AnyArray | MXArray, dtype: DTypeLike | None) -> None:
     """Raises TypeError unless the operands are float32, bfloat16 or float16, and the result floating point.
 
-    float64, where JAX has it enabled, is accepted too.
+    float64, where JAX has it enabled, is accepted too, and rounded.
     """
     for name, x in (("lhs (x)", lhs), ("rhs (w)", rhs)):
         if not isinstance(x, MXArray) and not _is_operand(x.dtype):

@@ -121,7 +121,7 @@ def make_dot_general(
         is called only if the policy draws any. A single key draws the same bits at every call. In Linen pass
         `lambda: self.make_rng("mxjax")`. In NNX pass `rngs.mxjax` and give the layer
         `dot_general=nnx.data(make_dot_general(...))`: the stream is then a part of the layer, so that it
-        advances under nnx.jit and other transformations.
+        advances under nnx.jit and other transformations. Under nnx.vmap pass `rngs.mxjax.fork()`.
       weight: the operand that is the weight, "lhs" or "rhs"; the other one has the tokens that Wgrad
         contracts. None: rhs, in a linear layer's product of the last axes of lhs with the first of rhs; any
         other product is refused. For `jnp.einsum`, which may swap its operands, use `mxjax.einsum`.

@@ -19,7 +19,7 @@ from mxjax.numerics.hadamard import fixed_signs, random_signs
 from mxjax.numerics.philox import KeyWords, key_words
 from mxjax.operands.use import Form, OperandUse
 from mxjax.policy.policy import OPERANDS, Gemm, Policy, Rotation
-from mxjax.products.implementations import BY_KERNEL, GemmImplementations, form_of
+from mxjax.products.implementations import GemmImplementations, form_of
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.keys import as_key, fold_each, over_keys
 
@@ -53,7 +53,8 @@ def uses_of_policy(
     """Returns the uses of all operands of a policy, with the random bits of a dot's key and its scales."""
     gemms = tuple(policy.gemms.values())
     keys = None if key is None else fold_each(key, 0, 3)
-    by_kernel = [gemm.needs_key and implementations[i] in BY_KERNEL for i, gemm in enumerate(gemms)]
+    forms: list[Form | None] = [form_of(implementation) for implementation in implementations]
+    by_kernel = [gemm.needs_key and forms[i] in ("packed", "bf16") for i, gemm in enumerate(gemms)]
     words = draw_words(gemms, key) if any(by_kernel) else None
     drawn = _draw_each(gemms, keys)
     fprop, dgrad, wgrad = (
@@ -61,7 +62,7 @@ def uses_of_policy(
             gemms[i],
             *CONTRACTED[i],
             drawn[i],
-            form_of(implementations[i]),
+            forms[i],
             None if words is None or not by_kernel[i] else words[i],
         )
         for i in range(3)
@@ -138,10 +139,11 @@ def _draw_each(gemms: Sequence[Gemm], keys: jax.Array | None) -> list[_Drawn]:
     if keys is None or not any(gemm.needs_key for gemm in gemms):
         return [_Drawn()] * len(gemms)
     keys = fold_each(keys, 0, 3)
-    operands, of_signs = keys[:, :2, None], keys[:, 2]
+    of_operands, of_signs = keys[:, :2], keys[:, 2]
+    words = over_keys(key_words, of_operands[..., None])
     if any(o.eden is not None or o.four_over_six is not None for gemm in gemms for o in (gemm.lhs, gemm.rhs)):
-        operands = jnp.concatenate([operands, fold_each(keys[:, :2], 1, 3)], axis=2)
-    words = lax.optimization_barrier(over_keys(key_words, operands))
+        words = jnp.concatenate([words, over_keys(key_words, fold_each(of_operands, 1, 3))], axis=2)
+    words = lax.optimization_barrier(words)
     signs = {
         n: lax.optimization_barrier(over_keys(functools.partial(random_signs, n=n), of_signs))
         for n in {gemm.redrawn_signs for gemm in gemms if gemm.redrawn_signs}
@@ -159,7 +161,7 @@ def draw_words(gemms: Iterable[Gemm], key: jax.Array | None) -> UInt32[Array, "3
     """Returns the words of `OperandUse.words` for lhs and rhs of Fprop, Dgrad and Wgrad, from the dot's key.
 
     None without a key or a GPU, and where the kernel's bits are not JAX's: for a generator other than
-    Threefry, without `jax_threefry_partitionable`, and with `jax_enable_x64`.
+    Threefry, without `jax_threefry_partitionable`. Neither with `jax_enable_x64`, where it is untried.
     """
     target, config = current_target(), jax.config
     if key is None or target is None or target.backend == "interpreter":

@@ -40,7 +40,8 @@ def einsum(
       spec: two operands, such as "btd,dhk->bthk" or "...d,df->...f". Without "->" the result has the letters
         that occur once, in alphabetical order. Letters that one operand alone has and the result lacks are
         summed before the product.
-      x, w: activations and weight. Axes with the same letter have the same size.
+      x, w: activations and weight. Axes with the same letter have the same size; those of an ellipsis
+        broadcast from 1.
       Others: see `dot` and `jax.lax.dot_general`.
     Raises:
       ValueError: a spec that does not fit the operands, or repeats a letter within one. Others as in `dot`.
@@ -50,9 +51,11 @@ def einsum(
     if not isinstance(spec, str):
         raise TypeError(f"einsum needs a spec such as 'btd,df->btf', got {spec!r:.60}")
     x_axes, w_axes, result = _parse(spec, x.ndim, w.ndim)
-    _check_sizes(spec, dict(zip(x_axes, x.shape, strict=True)), dict(zip(w_axes, w.shape, strict=True)))
-    x, x_axes = _sum_out(x, x_axes, {*w_axes, *result})
-    w, w_axes = _sum_out(w, w_axes, {*x_axes, *result})
+    x_ones, w_ones = _broadcast(
+        spec, dict(zip(x_axes, x.shape, strict=True)), dict(zip(w_axes, w.shape, strict=True))
+    )
+    x, x_axes = _sum_out(x, x_axes, {*w_axes, *result} - x_ones)
+    w, w_axes = _sum_out(w, w_axes, {*x_axes, *result} - w_ones)
     shared = [a for a in x_axes if a in w_axes]
     batch, contracted = [a for a in shared if a in result], [a for a in shared if a not in result]
 
@@ -106,10 +109,18 @@ def _axes(spec: str, letters: str, ndim: int) -> Axes:
     return [*before, *(f".{i}" for i in reversed(range(rest))), *after]
 
 
-def _check_sizes(spec: str, x_sizes: dict[str, int], w_sizes: dict[str, int]) -> None:
-    for a in x_sizes.keys() & w_sizes.keys():
-        if x_sizes[a] != w_sizes[a]:
-            raise ValueError(f"einsum {spec!r}: axis {a!r} is {x_sizes[a]} long in x and {w_sizes[a]} in w")
+def _broadcast(spec: str, x_sizes: dict[str, int], w_sizes: dict[str, int]) -> tuple[set[str], set[str]]:
+    """Returns the axes of the ellipsis that are 1 long in x alone, and in w alone.
+
+    Raises:
+      ValueError: other axes of different sizes.
+    """
+    differ = {a for a in x_sizes.keys() & w_sizes.keys() if x_sizes[a] != w_sizes[a]}
+    ones = [{a for a in differ if a[0] == "." and sizes[a] == 1} for sizes in (x_sizes, w_sizes)]
+    for a in differ - ones[0] - ones[1]:
+        name = "of '...'" if a[0] == "." else repr(a)
+        raise ValueError(f"einsum {spec!r}: axis {name} is {x_sizes[a]} long in x and {w_sizes[a]} in w")
+    return ones[0], ones[1]
 
 
 def _sum_out(x: Array | np.ndarray, axes: Axes, kept: set[str]) -> tuple[jax.Array, Axes]:

@@ -1,8 +1,8 @@
-"""Products of experts by kernels: one launch a GEMM, for any sizes of the experts.
+"""Products of experts: by kernels in one launch a GEMM, for any sizes of the experts, or by XLA.
 
-Rows are quantized in runs (`mxjax.products.expert_runs`). The zeros that fill up runs change no result: each
-expert's values are those that `mxjax.products.ragged` multiplies by "xla". Without kernels, XLA multiplies.
-On a mesh each device puts its rows in runs and multiplies them; in between, all are quantized as one array.
+Rows are quantized in runs (`mxjax.products.expert_rows`). The zeros that fill up runs change no result, so
+kernels and XLA multiply the same values. On a mesh each device puts its rows in runs and multiplies them; in
+between, all are quantized as one array.
 """
 
 import functools
@@ -17,15 +17,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mxjax.numerics.array import MXArray
+from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.blocks import pad
 from mxjax.operands.carriers import Carrier
 from mxjax.operands.kernel_operand import KernelOperand, decode, values_of_runs
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import PolicyUses, uses_of_policy
-from mxjax.products.expert_groups import Grid, Groups, multiply_ragged
-from mxjax.products.expert_runs import Runs, runs_number, runs_of
-from mxjax.products.implementations import KEPT
+from mxjax.products.expert_rows import Grid, Groups, Runs, multiply_ragged, runs_number, runs_of
 from mxjax.products.linear import CARRIERS, Options
 from mxjax.products.multiply import xla_operands
 from mxjax.products.prepare import Prepared, prepare
@@ -44,36 +42,53 @@ than any block of a dense layer.
 """
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def matmul_experts(options: Options, unit: int, grid: Grid | None, x, w, groups: Groups, key) -> jax.Array:
+class Experts(NamedTuple):
+    """The static arguments of the products of experts; hashable.
+
+    Attributes:
+      options: those of a dense product, without a layout.
+      unit: number of rows that divides a run.
+      by_kernels: whether kernels quantize and multiply. Otherwise XLA does, of x with whole units of rows of
+        each expert.
+      grid: the mesh axes that shard x and w, or None.
+    """
+
+    options: Options
+    unit: int
+    by_kernels: bool
+    grid: Grid | None = None
+
+    @property
+    def run(self) -> int:
+        """The number of rows of a run."""
+        if not self.by_kernels:
+            return self.unit
+        return math.lcm(self.unit, RUN_FP4 if {"triton", "aiter"} & set(self.options.gemms) else RUN)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul_experts(experts: Experts, x, w, groups: Groups, key) -> jax.Array:
     """Returns the Fprop of x [m, k], sorted by expert, and w [g, k, n]; its gradients are Dgrad and Wgrad.
 
     Args:
-      unit: number of rows that divides a run.
-      grid: the mesh axes that shard x and w, or None.
       groups: int32 numbers of rows of the experts; on a grid of each device, with the places of rows in units
-        of `run_rows`.
+        of `experts.run`.
     """
-    return _forward(options, unit, grid, x, w, groups, key, keep=False)[0]
+    return _forward(experts, x, w, groups, key, keep=False)[0]
 
 
-def _matmul_fwd(options: Options, unit: int, grid: Grid | None, x, w, groups, key):
-    y, packed = _forward(options, unit, grid, x, w, groups, key, keep=True)
+def _matmul_fwd(experts: Experts, x, w, groups: Groups, key):
+    y, packed = _forward(experts, x, w, groups, key, keep=True)
     # What is packed is kept in place of the tensor.
     tensors = tuple(t if q is None else None for t, q in zip((x, w), packed, strict=True))
     return y, (tensors, packed, groups, key)
 
 
-def _matmul_bwd(options: Options, unit: int, grid: Grid | None, residuals, dy):
-    return (*_backward(options, unit, grid, *residuals, dy), None, None)
+def _matmul_bwd(experts: Experts, residuals, dy):
+    return (*_backward(experts, *residuals, dy), None, None)
 
 
 matmul_experts.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def run_rows(options: Options, unit: int) -> int:
-    """Returns the number of rows of a run."""
-    return math.lcm(unit, RUN_FP4 if {"triton", "aiter"} & set(options.gemms[:3]) else RUN)
 
 
 Kind = Literal["rows", "columns", "experts"]
@@ -85,37 +100,43 @@ class _Devices(NamedTuple):
 
     Attributes:
       rows: rows of each device.
-      run: rows of a run.
       sizes: rows of each expert, on a grid of each device's.
     """
 
-    grid: Grid | None
+    experts: Experts
     rows: int
-    run: int
     sizes: jax.Array
 
     @property
     def length(self) -> int:
         """The number of rows of each device's runs."""
-        return self.run * runs_number(self.rows, self.run, self.sizes.shape[-1] + 1)
+        return self.experts.run * runs_number(self.rows, self.experts.run, self.sizes.shape[-1] + 1)
 
     def each(self, function: Callable[..., Any], arrays: Any, specs: Any, result: Any) -> Any:
         """Returns `function(runs, arrays)` of each device's shards."""
-        if self.grid is None:
-            return function(runs_of(self.sizes, self.rows, self.run, rest=True), arrays)
+        _, _, by_kernels, grid = self.experts
 
         def of_device(sizes: jax.Array, arrays: Any) -> Any:
-            return function(runs_of(sizes[0], self.rows, self.run, rest=True), arrays)
+            return function(runs_of(sizes, self.rows, self.experts.run, rest=by_kernels), arrays)
 
-        by_row = PartitionSpec(self.grid.rows)
-        mapped: Any = jax.shard_map(of_device, in_specs=(by_row, specs), out_specs=result, check_vma=False)
+        if grid is None:
+            return of_device(self.sizes, arrays)
+        mapped: Any = jax.shard_map(
+            lambda sizes, arrays: of_device(sizes[0], arrays),
+            in_specs=(PartitionSpec(grid.rows), specs),
+            out_specs=result,
+            # XLA's products may be sharded by the others, too.
+            axis_names=set() if by_kernels else set(grid.rows),
+            check_vma=False,
+        )
         return mapped(self.sizes, arrays)
 
     def spec(self, kind: Kind) -> PartitionSpec:
         """Returns the sharding of a matrix by its rows or columns, or of experts' matrices by the expert."""
-        if self.grid is None:
+        grid = self.experts.grid
+        if grid is None:
             return PartitionSpec()
-        axes = cast(Any, self.grid.experts if kind == "experts" else self.grid.rows)
+        axes = cast(Any, grid.experts if kind == "experts" else grid.rows)
         return PartitionSpec(None, axes) if kind == "columns" else PartitionSpec(axes)
 
     def specs(self, q: Prepared, kind: Kind) -> list[PartitionSpec]:
@@ -133,45 +154,47 @@ class _Devices(NamedTuple):
         return [spec(leaf) for leaf in jax.tree.leaves(q)]
 
     def filled(self, x: jax.Array) -> jax.Array:
-        """Returns the rows of x in each device's runs."""
+        """Returns the rows of x in each device's runs, in which XLA gets them."""
+        if not self.experts.by_kernels:
+            return x
         rows = self.spec("rows")
         y: jax.Array = self.each(lambda runs, x: runs.filled(x), x, rows, rows)
         return y
 
-    def uses(self, options: Options, places: jax.Array | None, key: jax.Array | None) -> PolicyUses:
+    def uses(self, places: jax.Array | None, key: jax.Array | None) -> PolicyUses:
         """Returns the uses of the policy's operands; random bits are those of the places of rows."""
+        policy, gemms, *_ = self.experts.options
         in_runs = None if places is None or key is None else self.filled(places[:, None])[:, 0]
-        return Groups(self.sizes, in_runs).of(uses_of_policy(options.policy, options.gemms, key))
+        return Groups(self.sizes, in_runs).of(uses_of_policy(policy, gemms, key))
 
 
-def _devices(options: Options, unit: int, grid: Grid | None, rows: int, groups: Groups) -> _Devices:
-    shards = 1 if grid is None else groups.sizes.shape[0]
-    return _Devices(grid, rows // shards, run_rows(options, unit), groups.sizes)
+def _devices(experts: Experts, rows: int, groups: Groups) -> _Devices:
+    shards = 1 if experts.grid is None else groups.sizes.shape[0]
+    return _Devices(experts, rows // shards, groups.sizes)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="keep")
-def _forward(options: Options, unit: int, grid: Grid | None, x, w, groups, key, *, keep: bool):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
+def _forward(experts: Experts, x, w, groups, key, *, keep: bool):
     """Returns y, and x and w as the backward GEMMs multiply them, where those take packed operands."""
-    gemms, dtypes = options.gemms, options.dtypes
     x, w = first_order_only(x), first_order_only(w)
-    devices = _devices(options, unit, grid, x.shape[0], groups)
-    fprop, dgrad, wgrad = devices.uses(options, groups.places, key)
-    x_uses = [fprop.lhs, wgrad.lhs] if keep and gemms.wgrad in KEPT else [fprop.lhs]
-    w_uses = [fprop.rhs, dgrad.rhs] if keep and gemms.dgrad in KEPT else [fprop.rhs]
+    devices = _devices(experts, x.shape[0], groups)
+    fprop, dgrad, wgrad = devices.uses(groups.places, key)
+    x_uses = [fprop.lhs, wgrad.lhs] if keep and wgrad.lhs.is_small else [fprop.lhs]
+    w_uses = [fprop.rhs, dgrad.rhs] if keep and dgrad.rhs.is_small else [fprop.rhs]
     lhs, *x_packed = _prepare(x, x_uses, devices)
     rhs, *w_packed = prepare(w, w_uses)
-    y = _multiply(options, "fprop", dtypes[0], lhs, rhs, devices)
+    y = _multiply(devices, "fprop", experts.options.dtypes[0], lhs, rhs)
     return y, (x_packed[0] if x_packed else None, w_packed[0] if w_packed else None)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward(options: Options, unit: int, grid: Grid | None, tensors, packed, groups, key, dy):
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(experts: Experts, tensors, packed, groups, key, dy):
     """Returns the gradients dx and dw."""
-    dtypes, dy = options.dtypes, first_order_only(dy)
+    dtypes, dy = experts.options.dtypes, first_order_only(dy)
     x, w = (None if t is None else first_order_only(t) for t in tensors)
     x_columns, w_rows = packed
-    devices = _devices(options, unit, grid, dy.shape[0], groups)
-    _, dgrad, wgrad = devices.uses(options, groups.places, key)
+    devices = _devices(experts, dy.shape[0], groups)
+    _, dgrad, wgrad = devices.uses(groups.places, key)
     dy_rows, dy_columns = _prepare(dy, [dgrad.lhs, wgrad.rhs], devices)
     if w is not None:
         [w_rows] = prepare(w, [dgrad.rhs])
@@ -179,16 +202,16 @@ def _backward(options: Options, unit: int, grid: Grid | None, tensors, packed, g
         [x_columns] = _prepare(x, [wgrad.lhs], devices)
     assert w_rows is not None
     assert x_columns is not None
-    dx = _multiply(options, "dgrad", dtypes[1], dy_rows, w_rows, devices)
-    return dx, _multiply(options, "wgrad", dtypes[2], x_columns, dy_columns, devices)
+    dx = _multiply(devices, "dgrad", dtypes[1], dy_rows, w_rows)
+    return dx, _multiply(devices, "wgrad", dtypes[2], x_columns, dy_columns)
 
 
 def _prepare(x: Float[Array, "m k"], uses: list[OperandUse], devices: _Devices) -> Sequence[Prepared]:
     """Returns the rows of x in runs, as each GEMM multiplies them."""
-    if current_target() is not None:
+    if devices.experts.by_kernels and current_target() is not None:
         from mxjax.kernels.quantize.filled import quantize_filled, takes_filled
 
-        if takes_filled(x, uses, devices.run, devices.length):
+        if takes_filled(x, uses, devices.experts.run, devices.length):
             specs = [devices.spec("rows"), devices.spec("columns")]
 
             def fill(runs: Runs, x: jax.Array) -> list[KernelOperand]:
@@ -200,14 +223,15 @@ def _prepare(x: Float[Array, "m k"], uses: list[OperandUse], devices: _Devices) 
 
 
 def _multiply(
-    options: Options, name: str, dtype: DTypeLike, lhs: Prepared, rhs: Prepared, devices: _Devices
+    devices: _Devices, name: str, dtype: DTypeLike, lhs: Prepared, rhs: Prepared
 ) -> Float[Array, "..."]:
     """Returns a GEMM's product in dtype.
 
     It is [m, n] of rows with their experts' rhs, in the order of x, or of each expert [g, m, n] where both
     operands have the rows along the contracted axis. Devices with the same experts add theirs in float32.
     """
-    grid, of_rows = devices.grid, name != "wgrad"
+    options, _, by_kernels, grid = devices.experts
+    of_rows = name != "wgrad"
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs) if q.factor is not None]
     summed = () if grid is None or of_rows else tuple(a for a in grid.rows if a != grid.experts)
     in_kernel = dtype if dtype in (jnp.bfloat16, jnp.float32) and not summed else jnp.float32
@@ -215,9 +239,11 @@ def _multiply(
     def multiply(runs: Runs, arrays: tuple[list[jax.Array], list[jax.Array], list[jax.Array]]) -> jax.Array:
         lhs, rhs = (jax.tree.unflatten(t, leaves) for t, leaves in zip(trees, arrays[:2], strict=True))
         factors, y = arrays[2], None
-        if current_target() is not None:
+        if by_kernels and current_target() is not None:
             y = _by_kernel(options, name, in_kernel, lhs, rhs, factors, runs)
-        y = _by_xla(lhs, rhs, factors, runs, options.precision) if y is None else y
+        if y is None:
+            y = _by_xla(devices.experts, lhs, rhs, factors, runs)
+            y = runs.by_row(y) if of_rows and by_kernels else y
         return (lax.psum(y, summed) if summed else y).astype(dtype)
 
     trees = [jax.tree.structure(q) for q in (lhs, rhs)]
@@ -277,27 +303,28 @@ def _places(runs: Runs) -> Any:
     return Places(runs.experts, runs.starts, runs.ends, runs.run, runs.rows)
 
 
-def _by_xla(
-    lhs: Prepared, rhs: Prepared, factors: list, runs: Runs, precision: lax.PrecisionLike
-) -> Float[Array, "..."]:
-    """Returns the product in float32 without kernels."""
+def _by_xla(experts: Experts, lhs: Prepared, rhs: Prepared, factors: list, runs: Runs) -> Float[Array, "..."]:
+    """Returns the product in float32 without kernels, with rows in runs."""
+    precision = experts.options.precision
     match lhs, rhs:
         case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
             left, right, precision = values_of_runs(lhs), values_of_runs(rhs), lax.Precision.HIGHEST
         case KernelOperand(), KernelOperand():
             left, right = (q.elements if q.scales is None else decode(q) for q in (lhs, rhs))
+        case MXArray(), MXArray() if "reference" in experts.options.gemms:
+            left, right, precision, factors = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST, []
         case MXArray(), MXArray():
             left, right, precision = xla_operands(lhs, rhs, precision)
-            left, right = _k_major(left, lhs.axis), _k_major(right, rhs.axis)
         case _:
             raise _unlike(lhs, rhs)
+    lhs_axis, rhs_axis = (getattr(q, "axis", -1) % t.ndim for q, t in ((lhs, left), (rhs, right)))
+    if experts.by_kernels:  # K-major, as their operands are
+        left, right = _k_major(left, lhs_axis), _k_major(right, rhs_axis)
+        lhs_axis, rhs_axis = 1, right.ndim - 1
     of_rows = right.ndim == 3
-    if of_rows:
-        numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-    else:
-        numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
-    sizes = -(-runs.sizes // runs.run) * runs.run
-    y = multiply_ragged(left, right, sizes, numbers, precision)
+    contracted = ((lhs_axis,), (rhs_axis,)), ((), ())
+    numbers = lax.RaggedDotDimensionNumbers(contracted, [0 if of_rows else lhs_axis], [0] if of_rows else [])
+    y = multiply_ragged(left, right, -(-runs.sizes // runs.run) * runs.run, numbers, precision)
     for factor in factors:
         y = y * factor
-    return runs.by_row(y) if of_rows else y
+    return y

@@ -28,13 +28,6 @@ from mxjax.runtime.primitives import as_primitive
 from mxjax.runtime.remat import keep_products
 
 
-class NormedOptions(NamedTuple):
-    """The static arguments: of the product, and the norm's `eps`; hashable."""
-
-    product: Options
-    eps: float
-
-
 def normed_dot(
     x: Float[Array, "*batch d_in"],
     norm: Norm,
@@ -59,20 +52,13 @@ def normed_dot(
     """
     check_arrays("normed_dot", x=x, w=w)
     check_norm("normed_dot", x, norm)
-    d_in, d_out = w.shape
-    if x.shape[-1] != d_in:
+    d_in = x.shape[-1]
+    if w.ndim != 2 or w.shape[0] != d_in:
         raise ValueError(f"normed_dot needs x [..., d_in] and w [d_in, d_out], got {x.shape} and {w.shape}")
-    check_key(policy, key, scales)
-    gemms, dtypes = implementations_of(policy, implementation), (x.dtype, x.dtype, w.dtype)
-    options = Options(policy, gemms, dtypes, layout=layout)
-    if not kernels_take(x, w) or not fuses_norm(options, x.size // d_in, d_in):
+    products = _products(x, [w], [policy], [key], implementation, [layout], [scales])
+    if not kernels_take(x, w) or not fuses_norm(products[0], x.size // d_in, d_in):
         return None
-    key = key if policy.needs_key else None
-    arrays = jax.tree.leaves((x, w, norm.scale, key))
-    x, w, scale = (varying_as(t, *arrays) for t in (x, w, norm.scale))
-    scales = scales if policy.delayed else None
-    y = _normed_product(NormedOptions(options, norm.eps), x.reshape(-1, d_in), w, scale, key, scales)
-    return y.reshape(*x.shape[:-1], d_out)
+    return _run(products, x, norm, [w], [key], [scales])
 
 
 def kernels_take(x: jax.Array, *weights: jax.Array) -> bool:
@@ -96,54 +82,6 @@ def fuses_norm(options: Options, tokens: int, width: int) -> bool:
     rows = OperandUse(-1, policy.fprop.lhs, policy.fprop.rotation, form=form_of(gemms.fprop))
     columns = OperandUse(-2, policy.wgrad.lhs, policy.wgrad.rotation, form=form_of(gemms.wgrad))
     return prepares_computed(rows, columns, tokens, width)
-
-
-def norm_gradients(dy: jax.Array, x: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of x and of the scale from that of the norm's result."""
-    dx, d_scale = jax.vjp(lambda x, scale: rms_norm(x, Norm(scale, eps)), x, scale)[1](dy)
-    return dx, d_scale
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed_matmul(options: NormedOptions, x, w, scale, key, scales):
-    y, _ = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, scales, keep=False)
-    return value_of(options.product, y, w)
-
-
-def _normed_fwd(options: NormedOptions, x, w, scale, key, scales):
-    y, residuals = forward(options.product, normed(x, Norm(scale, options.eps)), w, key, scales, keep=True)
-    return value_of(options.product, y, w), (x, scale, residuals.with_weight(w))
-
-
-def _normed_bwd(options: NormedOptions, kept, dy):
-    x, scale, residuals = kept
-    dx, dw, amax = backward(options.product, residuals, dy)
-    dx = varying_as(dx.value(options.product.dtypes[1]), dy)
-    dx, d_scale = norm_gradients(dx, x, scale, options.eps)
-    return dx, dw, d_scale, None, amax
-
-
-_normed_matmul.defvjp(_normed_fwd, _normed_bwd)
-
-
-def _normed_batch(options: NormedOptions, operands, axes) -> tuple[jax.Array, int]:
-    """Maps the product: it decides by itself whether the mapped axis joins the tokens."""
-
-    def apart(x, w, scale, key, scales):
-        return linear(options.product, rms_norm(x, Norm(scale, options.eps)), w, key, scales)
-
-    return jax.vmap(apart, axes)(*operands), 0
-
-
-_normed_product = as_primitive("mxjax_normed_product", _normed_matmul, _normed_batch)
-
-
-class GatedOptions(NamedTuple):
-    """The static arguments of both products, and `eps` of the norm, 0 without one; hashable."""
-
-    up: Options
-    down: Options
-    eps: float
 
 
 def fused_mlp(
@@ -180,28 +118,30 @@ def fused_mlp(
         )
     if norm is not None:
         check_norm("fused_mlp", x, norm)
+    products = _products(x, weights, policies, keys, implementation, layouts, scales)
+    if not kernels_take(x, *weights) or not _fuses(products[0], products[1], x.size // d_in, width):
+        return None
+    if norm is not None and not fuses_norm(products[0], x.size // d_in, d_in):
+        x, norm = rms_norm(x, norm), None
+    return _run(products, x, norm, weights, keys, scales)
+
+
+def _products(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    policies: Sequence[Policy],
+    keys: Sequence[jax.Array | None],
+    implementation: Implementation | None,
+    layouts: Sequence[Layout | None],
+    scales: Sequence[Scales | None],
+) -> tuple[Options, ...]:
+    """Returns the options of each product, checked."""
     for policy, key, delayed in zip(policies, keys, scales, strict=True):
         check_key(policy, key, delayed)
-    up, down = (
-        Options(
-            policy,
-            implementations_of(policy, implementation),
-            (x.dtype, x.dtype, w.dtype),
-            layout=layout,
-        )
+    return tuple(
+        Options(policy, implementations_of(policy, implementation), (x.dtype, x.dtype, w.dtype), None, layout)
         for policy, layout, w in zip(policies, layouts, weights, strict=True)
     )
-    if not kernels_take(x, *weights) or not _fuses(up, down, x.size // d_in, width):
-        return None
-    if norm is not None and not fuses_norm(up, x.size // d_in, d_in):
-        x, norm = rms_norm(x, norm), None
-    scale, eps = norm or (None, 0.0)
-    drawn = tuple(key if policy.needs_key else None for policy, key in zip(policies, keys, strict=True))
-    scales = tuple(s if policy.delayed else None for policy, s in zip(policies, scales, strict=True))
-    arrays = jax.tree.leaves((x, weights, scale, drawn))
-    x, weights, scale = jax.tree.map(lambda t: varying_as(t, *arrays), (x, tuple(weights), scale))
-    y = _gated_product(GatedOptions(up, down, eps), x.reshape(-1, d_in), weights, scale, drawn, scales)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
@@ -235,49 +175,87 @@ def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
     return all(prepares_gated(*uses, tokens, width) for uses in (result, gradient))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_matmuls(options: GatedOptions, x, weights, scale, keys, scales):
-    tensor = x if scale is None else normed(x, Norm(scale, options.eps))
-    y, _ = forward(options.up, tensor, weights[0], keys[0], scales[0], keep=False)
-    y, _ = forward(options.down, Gated(y), weights[1], keys[1], scales[1], keep=False)
-    return value_of(options.down, y, weights[1])
+class FusedOptions(NamedTuple):
+    """The static arguments of one product, or of two with SwiGLU between; hashable.
+
+    Attributes:
+      eps: of the norm; 0 without one.
+    """
+
+    products: tuple[Options, ...]
+    eps: float
 
 
-def _gated_fwd(options: GatedOptions, x, weights, scale, keys, scales):
+def _run(
+    products: tuple[Options, ...],
+    x: jax.Array,
+    norm: Norm | None,
+    weights: Sequence[jax.Array],
+    keys: Sequence[jax.Array | None],
+    scales: Sequence[Scales | None],
+) -> jax.Array:
+    """Returns the last product [..., d_out] of x [..., d_in] after the norm, if there is one."""
+    scale, eps = norm or (None, 0.0)
+    drawn = tuple(key if p.policy.needs_key else None for p, key in zip(products, keys, strict=True))
+    delayed = tuple(s if p.policy.delayed else None for p, s in zip(products, scales, strict=True))
+    arrays = jax.tree.leaves((x, weights, scale, drawn))
+    x, given, scale = jax.tree.map(lambda t: varying_as(t, *arrays), (x, tuple(weights), scale))
+    y = _fused_products(FusedOptions(products, eps), x.reshape(-1, x.shape[-1]), given, scale, drawn, delayed)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _forward(options: FusedOptions, x, weights, scale, keys, scales, *, keep: bool):
+    """Returns the last product's value, and what the backward pass reads: x, the first of two, residuals."""
     tensor = x if scale is None else normed(x, Norm(scale, options.eps))
-    product, of_up = forward(options.up, tensor, weights[0], keys[0], scales[0], keep=True)
-    y, of_down = forward(options.down, Gated(product), weights[1], keys[1], scales[1], keep=True)
+    made, residuals = [], []
+    for product, w, key, delayed in zip(options.products, weights, keys, scales, strict=True):
+        y, kept = forward(product, tensor, w, key, delayed, keep=keep)
+        made.append(y)
+        residuals.append(kept.with_weight(w))
+        tensor = Gated(y)
     of_norm = None if scale is None else (x, scale)
-    residuals = of_norm, product, of_up.with_weight(weights[0]), of_down.with_weight(weights[1])
-    return value_of(options.down, y, weights[1]), residuals
+    return value_of(options.products[-1], made[-1], weights[-1]), (of_norm, made[:-1], residuals)
 
 
-def _gated_bwd(options: GatedOptions, residuals, dy):
-    of_norm, product, of_up, of_down = residuals
-    gradient, d_down, of_down_amax = backward(options.down, of_down, dy)
-    dx, d_up, of_up_amax = backward(options.up, of_up, GatedGradient(product, gradient))
-    dx, d_scale = varying_as(dx.value(options.up.dtypes[1]), dy), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(options: FusedOptions, x, weights, scale, keys, scales):
+    return _forward(options, x, weights, scale, keys, scales, keep=False)[0]
+
+
+def _fused_bwd(options: FusedOptions, kept, dy):
+    of_norm, made, residuals = kept
+    dx, dw, amax = backward(options.products[-1], residuals[-1], dy)
+    d_weights, largest = (dw,), (amax,)
+    if made:
+        dx, dw, amax = backward(options.products[0], residuals[0], GatedGradient(made[0], dx))
+        d_weights, largest = (dw, *d_weights), (amax, *largest)
+    dx, d_scale = varying_as(dx.value(options.products[0].dtypes[1]), dy), None
     if of_norm is not None:
-        x, scale = of_norm
-        dx, d_scale = norm_gradients(dx, x, scale, options.eps)
-    return dx, (d_up, d_down), d_scale, None, (of_up_amax, of_down_amax)
+        norm = functools.partial(_rms_norm, eps=options.eps)
+        dx, d_scale = jax.vjp(norm, *of_norm)[1](dx)
+    return dx, d_weights, d_scale, None, largest
 
 
-_gated_matmuls.defvjp(_gated_fwd, _gated_bwd)
+_fused.defvjp(functools.partial(_forward, keep=True), _fused_bwd)
 
 
-def _gated_batch(options: GatedOptions, operands, axes) -> tuple[jax.Array, int]:
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    return rms_norm(x, Norm(scale, eps))
+
+
+def _fused_batch(options: FusedOptions, operands, axes) -> tuple[jax.Array, int]:
     """Maps the products one by one: each decides by itself whether the mapped axis joins the tokens."""
 
     def apart(x, weights, scale, keys, scales):
-        x = x if scale is None else rms_norm(x, Norm(scale, options.eps))
+        def product(i, x, w):
+            return linear(options.products[i], x, w, keys[i], scales[i])
 
-        def gated(x, w):
-            return swiglu(linear(options.up, x, w, keys[0], scales[0]))
-
-        return linear(options.down, keep_products(gated)(x, weights[0]), weights[1], keys[1], scales[1])
+        x = x if scale is None else _rms_norm(x, scale, options.eps)
+        if len(weights) == 2:
+            x = keep_products(lambda x, w: swiglu(product(0, x, w)))(x, weights[0])
+        return product(-1, x, weights[-1])
 
     return jax.vmap(apart, axes)(*operands), 0
 
 
-_gated_product = as_primitive("mxjax_gated_product", _gated_matmuls, _gated_batch)
+_fused_products = as_primitive("mxjax_fused_products", _fused, _fused_batch)

@@ -22,13 +22,7 @@ GemmImplementation = Literal[
 "xla_by_kernel", which is "xla" on two operands that the quantizer kernel writes, in bfloat16 and K-major."""
 
 ON_PACKED: tuple[GemmImplementation, ...] = ("fp8_carriers", "scaled_dot", "triton", "aiter")
-"""Implementations that take packed operands, which the forward pass can keep for the backward pass."""
-
-KEPT: tuple[GemmImplementation, ...] = (*ON_PACKED, "fp8_tensor")
-"""Implementations whose operands the forward pass keeps for the backward pass, in place of the tensor."""
-
-BY_KERNEL: tuple[GemmImplementation, ...] = (*ON_PACKED, "xla_by_kernel")
-"""Implementations whose operands the quantizer kernel may write."""
+"""Implementations that take packed operands."""
 
 
 def form_of(implementation: GemmImplementation) -> Form | None:

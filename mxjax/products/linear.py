@@ -40,9 +40,9 @@ from mxjax.operands.product import Product
 from mxjax.operands.split import multiplies_apart, product_apart
 from mxjax.operands.use import OperandUse
 from mxjax.policy.policy import Gemm, Policy
-from mxjax.products.draws import GemmUses, uses_of_policy
+from mxjax.products.draws import GemmUses, PolicyUses, uses_of_policy
 from mxjax.products.gradients import changes_gradient, gradients_read_tensors, through_quantization
-from mxjax.products.implementations import KEPT, GemmImplementations
+from mxjax.products.implementations import GemmImplementations
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
 from mxjax.runtime.devices import current_target, platform
@@ -126,24 +126,22 @@ def forward(
     Args:
       x: an array, or `Computed` if the policy's gradients need no more than packed operands of it.
     """
-    policy, gemms, frozen = options.policy, options.gemms, options.frozen
+    policy, frozen = options.policy, options.frozen
     x, values = first_order_only(x), first_order_only(_weight_values(w, frozen))
-    uses = uses_of_policy(policy, gemms, key, scales)
+    uses = uses_of_policy(policy, options.gemms, key, scales)
     x = once(x, [uses.fprop.lhs, uses.wgrad.lhs])
     x_is_read, w_is_read = gradients_read_tensors(policy)
     keep = keep and frozen is None
-    may_drop_x = keep and not x_is_read and not multiplies_apart(policy.wgrad)  # which reads x itself
-    keep_x = may_drop_x and (gemms.wgrad in KEPT or _in_place_of(x, uses.wgrad.lhs))
-    keep_w = keep and gemms.dgrad in KEPT and not w_is_read and not multiplies_apart(policy.dgrad)
-    x_uses, w_uses = [uses.fprop.lhs, uses.wgrad.lhs], [uses.fprop.rhs, uses.dgrad.rhs]
-    lhs, x_packed = prepare(x, x_uses) if keep_x else (*prepare(x, x_uses[:1]), None)
+    # What is multiplied apart reads the tensors themselves, too.
+    may_drop_x = keep and not (x_is_read or multiplies_apart(policy.wgrad))
+    keep_w = keep and not (w_is_read or multiplies_apart(policy.dgrad)) and uses.dgrad.rhs.is_small
+    w_uses = [uses.fprop.rhs, uses.dgrad.rhs]
+    lhs, x_packed = _prepare_x(x, uses, may_drop_x)
     rhs, w_packed = prepare(values, w_uses) if keep_w else (*prepare(values, w_uses[:1]), None)
     is_layer = values.ndim == 2  # not attention, whose products grow with the square of the sequence length
     if is_layer:
         lhs, rhs = _tagged(lhs), _tagged(rhs)
         x_packed, w_packed = _tagged(x_packed), _tagged(w_packed)
-    if may_drop_x and _is_bfloat16(x) and takes_seen(x, uses.wgrad.lhs):
-        x_packed = lhs  # as many bytes as x, and all that the Wgrad reads of it
     y = _gemm(options, "fprop", lhs, rhs, _rests(policy.fprop, uses.fprop, x, values))
     x_kept = None if x_packed is not None or (frozen is not None and not x_is_read) else x
     amax = None
@@ -151,6 +149,19 @@ def forward(
         amax = largest(x, (lhs, x_packed)), largest(values, (rhs, w_packed))
     residuals = Residuals(x_kept, x_packed, None, w_packed, key, scales, amax)
     return tag_product(y) if is_layer else y, residuals
+
+
+def _prepare_x(x: Tensor, uses: PolicyUses, may_drop: bool) -> tuple[Prepared, Prepared | None]:
+    """Returns x for the Fprop, and what the Wgrad reads in its place, if x may be dropped for as many bytes.
+
+    That is the Wgrad's operand, or the Fprop's from which it is made.
+    """
+    fprop, wgrad = uses.fprop.lhs, uses.wgrad.lhs
+    if may_drop and (wgrad.is_small or _in_place_of(x, wgrad)):
+        lhs, kept = prepare(x, [fprop, wgrad])
+        return lhs, kept
+    [lhs] = prepare(x, [fprop])
+    return lhs, lhs if may_drop and _is_bfloat16(x) and takes_seen(x, wgrad) else None
 
 
 def _in_place_of(x: Tensor, use: OperandUse) -> bool:

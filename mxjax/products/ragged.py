@@ -4,7 +4,6 @@ Each group of tokens is filled up with zeros to whole blocks and rotations, so t
 of Wgrad's operands spans two experts. Zeros change no result.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,28 +15,27 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, Shaped
 
-from mxjax.numerics.array import MXArray, dequantize
 from mxjax.numerics.blocks import resolve_block_shape
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import PER_COUNTER
-from mxjax.operands.use import quantize_use
 from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_floating, check_key, result_dtype
-from mxjax.products.draws import uses_of_policy
-from mxjax.products.expert_groups import Grid, Groups, multiply_groups
-from mxjax.products.expert_products import matmul_experts, run_rows
-from mxjax.products.expert_runs import runs_of
+from mxjax.products.expert_products import Experts, matmul_experts
+from mxjax.products.expert_rows import Grid, Groups, runs_of
 from mxjax.products.gradients import gradients_read_tensors
-from mxjax.products.implementations import GemmImplementation, Implementation, implementations_of
+from mxjax.products.implementations import (
+    GemmImplementation,
+    GemmImplementations,
+    Implementation,
+    implementations_of,
+)
 from mxjax.products.linear import Options
-from mxjax.products.multiply import xla_operands
-from mxjax.products.prepare import as_read
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.devices import current_target
 from mxjax.runtime.mesh import on_auto_axes, varying_as
-from mxjax.runtime.primitives import first_order_only, without_forward_mode
+from mxjax.runtime.primitives import without_forward_mode
 
 BY_KERNELS = ("fp8_carriers", "triton")
 """Implementations that multiply by grouped GEMMs of `mxjax.kernels`."""
@@ -85,23 +83,20 @@ def ragged_dot(
     check_floating(x, w, preferred_element_type)
     check_key(policy, key)
     x, w, sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes, jnp.int32)
-    by_kernels, chosen = _choice(implementation)
-    options = _options(x, w, policy, chosen, precision, preferred_element_type)
-    dtype = options.dtypes[0]
+    experts = _experts(x, w, policy, implementation, precision, preferred_element_type)
     if not x.shape[0] or not w.shape[0]:
-        return varying_as(jnp.zeros((x.shape[0], w.shape[2]), dtype), x, w, sizes, key)
-    unit = row_unit(policy)
+        zeros = jnp.zeros((x.shape[0], w.shape[2]), experts.options.dtypes[0])
+        return varying_as(zeros, x, w, sizes, key)
     x, w = without_forward_mode(x), without_forward_mode(w)
 
     def product(x, w, sizes, key):
         x, w = varying_as(x, w, sizes, key), varying_as(w, x, sizes, key)
-        if by_kernels:
-            result: jax.Array = matmul_experts(options, unit, None, x, w, Groups(sizes), key)
-            return result
-        runs = runs_of(sizes, x.shape[0], unit, rest=False)
-        groups = Groups(-(-runs.sizes // unit) * unit)
-        y: jax.Array = _matmul(options, None, runs.filled(x), w, groups, key)
-        return runs.by_row(y)
+        if experts.by_kernels:
+            y: jax.Array = matmul_experts(experts, x, w, Groups(sizes), key)
+            return y
+        runs = runs_of(sizes, x.shape[0], experts.unit, rest=False)
+        groups = Groups(-(-runs.sizes // runs.run) * runs.run)
+        return runs.by_row(matmul_experts(experts, runs.filled(x), w, groups, key))
 
     key = key if policy.needs_key else None
     return on_auto_axes(product, x, w, kept=((0,), (2,)))(x, w, sizes, key)
@@ -131,21 +126,9 @@ def ragged_dot_on_mesh(
     _check_policy(policy)
     check_key(policy, key)
     check_on_mesh(policy)
-    by_kernels, chosen = _choice(implementation)
-    options = _options(x, w, policy, chosen, None, preferred_element_type)
+    experts = _experts(x, w, policy, implementation, None, preferred_element_type, grid)
     x, w = without_forward_mode(x), without_forward_mode(w)
-    key, unit = key if policy.needs_key else None, row_unit(policy)
-    if by_kernels:
-        y: jax.Array = matmul_experts(options, unit, grid, x, w, groups(run_rows(options, unit)), key)
-    else:
-        y = _matmul(options, grid, x, w, groups(unit), key)
-    return y
-
-
-def _choice(implementation: Implementation | None) -> tuple[bool, Implementation | None]:
-    """Returns whether kernels multiply, and the implementation of a policy's GEMMs."""
-    by_kernels = implementation in BY_KERNELS or (implementation is None and _has_kernels())
-    return by_kernels, implementation if by_kernels else implementation or "xla"
+    return matmul_experts(experts, x, w, groups(experts.run), key if policy.needs_key else None)
 
 
 def check_on_mesh(policy: Policy) -> None:
@@ -158,10 +141,17 @@ def check_on_mesh(policy: Policy) -> None:
         )
 
 
-def _options(x, w, policy, implementation, precision, dtype) -> Options:
+def _experts(
+    x, w, policy: Policy, implementation: Implementation | None, precision, dtype, grid: Grid | None = None
+) -> Experts:
     dtype = result_dtype(x, w) if dtype is None else jnp.dtype(dtype)
-    gemms = implementations_of(policy, implementation)
-    return Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+    by_kernels = implementation in BY_KERNELS or (implementation is None and _has_kernels())
+    gemm: GemmImplementation = implementation or "xla"
+    gemms = GemmImplementations(gemm, gemm, gemm)
+    if by_kernels:
+        gemms = implementations_of(policy, implementation)
+    options = Options(policy, gemms, (dtype, x.dtype, w.dtype), precision)
+    return Experts(options, row_unit(policy), by_kernels, grid)
 
 
 def _has_kernels() -> bool:
@@ -184,10 +174,11 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, implementation: object) -
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot needs integer group_sizes, got {group_sizes.dtype}")
     sizes = group_sizes.tolist() if isinstance(group_sizes, np.ndarray) else []
-    if sum(sizes) > len(x) or min(sizes, default=0) < 0:
+    rows = x.shape[0]  # an int, or a symbol under jax.export
+    if min(sizes, default=0) < 0 or (isinstance(rows, int) and sum(sizes) > rows):
         raise ValueError(
             "ragged_dot needs group_sizes of 0 or more that add up to at most the rows of x, "
-            f"{len(x)}, got {sizes}, {sum(sizes)} in all"
+            f"{rows}, got {sizes}, {sum(sizes)} in all"
         )
 
 
@@ -227,69 +218,3 @@ def row_unit(policy: Policy) -> int:
     across = [shape(gemm.lhs)[0] for gemm in (policy.fprop, policy.dgrad)]
     rotation = policy.wgrad.rotation.size if policy.wgrad.rotation else 1
     return math.lcm(rotation, *(size or 1 for size in along + across))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Array:
-    """Returns the Fprop of x [m, k], whose groups have whole blocks, and w [g, k, n]."""
-    return _forward(options, grid, x, w, groups, key)
-
-
-def _matmul_fwd(options: Options, grid: Grid | None, x, w, groups, key):
-    return _forward(options, grid, x, w, groups, key), (x, w, groups, key)
-
-
-def _matmul_bwd(options: Options, grid: Grid | None, residuals, dy):
-    return (*_backward(options, grid, *residuals, dy), None, None)
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(options: Options, grid: Grid | None, x, w, groups, key) -> jax.Array:
-    x, w = first_order_only(x), first_order_only(w)
-    policy, gemms, dtypes, precision, *_ = options
-    uses = groups.of(uses_of_policy(policy, gemms, key))
-    lhs, rhs = quantize_use(x, uses.fprop.lhs), quantize_use(w, uses.fprop.rhs)
-    return _multiply(gemms.fprop, precision, lhs, rhs, groups, grid).astype(dtypes[0])
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _backward(options: Options, grid: Grid | None, x, w, groups, key, dy) -> tuple[jax.Array, jax.Array]:
-    policy, gemms, dtypes, precision, *_ = options
-    x, w, dy = (first_order_only(t) for t in (x, w, dy))
-    _, dgrad, wgrad = groups.of(uses_of_policy(policy, gemms, key))
-    dy_rows, w_rows = quantize_use(dy, dgrad.lhs), quantize_use(as_read(w, dgrad.rhs), dgrad.rhs)
-    x_columns, dy_columns = quantize_use(as_read(x, wgrad.lhs), wgrad.lhs), quantize_use(dy, wgrad.rhs)
-    dx = _multiply(gemms.dgrad, precision, dy_rows, w_rows, groups, grid)
-    dw = _multiply(gemms.wgrad, precision, x_columns, dy_columns, groups, grid)
-    return dx.astype(dtypes[1]), dw.astype(dtypes[2])
-
-
-def _multiply(
-    implementation: GemmImplementation,
-    precision: lax.PrecisionLike,
-    lhs: MXArray,
-    rhs: MXArray,
-    groups: Groups,
-    grid: Grid | None,
-) -> jax.Array:
-    """Returns the products of the groups: [m, n] if rhs has an axis of groups, else their sums [g, m, n]."""
-    if implementation == "reference":
-        left, right, precision = dequantize(lhs), dequantize(rhs), lax.Precision.HIGHEST
-        factors = ()
-    else:
-        left, right, precision = xla_operands(lhs, rhs, precision)
-        factors = lhs.factor, rhs.factor
-    lhs_axis, rhs_axis = lhs.axis % left.ndim, rhs.axis % right.ndim
-    grouped = right.ndim == 3
-    dims = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((lhs_axis,), (rhs_axis,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0] if grouped else [],
-    )
-    y: jax.Array = multiply_groups(left, right, groups, grid, dims, precision)
-    for factor in factors:
-        y = y if factor is None else y * factor
-    return y

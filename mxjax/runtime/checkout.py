@@ -13,10 +13,14 @@ def commit(root: pathlib.Path = _ROOT) -> str | None:
     """
     if not (root / ".git").exists():
         return None
-    # Without locks, since another git may be at work there.
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        return _git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str:
+    """Returns what git prints; it takes no lock, since another git may be at work there."""
+    command = ["git", "--no-optional-locks", *arguments]  # `describe --dirty` would take one all the same
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()

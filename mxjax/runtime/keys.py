@@ -38,7 +38,9 @@ def over_keys(
             function = jax.vmap(function)
         return function(keys, *arrays)
     # Other generators draw otherwise under vmap.
-    each = [function(*at) for at in zip(keys.reshape(-1), *(a.reshape(-1) for a in arrays), strict=True)]
+    words, impl = jax.random.key_data(keys), jax.random.key_impl(keys)
+    rows = words.reshape(-1, words.shape[-1]), *(a.reshape(-1) for a in arrays)
+    each = [function(jax.random.wrap_key_data(row, impl=impl), *at) for row, *at in zip(*rows, strict=True)]
     return jnp.stack(each).reshape(*keys.shape, *each[0].shape)
 
 
@@ -46,12 +48,13 @@ def fold_each(keys: jax.Array, start: int, stop: int) -> Key[Array, "*shape n"]:
     """Returns `jax.random.fold_in(key, i)` for i from start to stop - 1, of every key in an array of keys.
 
     A barrier follows: otherwise XLA folds them again wherever one is used, and takes minutes to fuse a
-    model's training step.
+    model's training step. It holds the keys' words: JAX counts keys in a barrier as consumed.
     """
     keys = as_key(keys)
     shape = *keys.shape, stop - start
     keys, numbers = (jnp.broadcast_to(a, shape) for a in (keys[..., None], jnp.arange(start, stop)))
-    return lax.optimization_barrier(over_keys(jax.random.fold_in, keys, numbers))
+    words = over_keys(lambda key, i: jax.random.key_data(jax.random.fold_in(key, i)), keys, numbers)
+    return jax.random.wrap_key_data(lax.optimization_barrier(words), impl=jax.random.key_impl(keys))
 
 
 def fold(key: jax.Array | None, *indices: int) -> jax.Array | None:

@@ -23,8 +23,8 @@ def first_order_only[T](x: T) -> T:
 @first_order_only.defjvp
 def _raise_on_second_derivative(primals, tangents):
     raise NotImplementedError(
-        "mxjax.dot has no second derivative: quantization is piecewise constant. "
-        "Use jnp.dot where you need one."
+        "mxjax's products have no second derivative: quantization is piecewise constant. "
+        "Use those of jax.numpy where you need one."
     )
 
 
@@ -51,8 +51,8 @@ def refuse_linearize(primitive: Primitive) -> None:
 
 def _raise_on_forward_mode(*_, **__):
     raise TypeError(
-        "mxjax.dot has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): its gradients are GEMMs of "
-        "their own. Use jax.grad, jax.vjp or jax.jacrev."
+        "mxjax's products have no forward mode (jax.jvp, jax.jacfwd, jax.linearize): their gradients are "
+        "GEMMs of their own. Use jax.grad, jax.vjp or jax.jacrev."
     )
 
 

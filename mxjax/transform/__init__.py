@@ -1,11 +1,12 @@
 """`transform`: a function whose products of weights and activations run in a policy.
 
-`tracing` makes a jaxpr of the function, `origins` tells weights from activations, `interpreter` plans what
-changes and computes it, and `products`, `shapes` and `control_flow` know JAX's primitives. Whatever is not a
+`tracing` makes a jaxpr of the function and tells weights from activations, `interpreter` plans what changes
+and computes it, and `products` and `control_flow` know JAX's primitives. Whatever is not a
 product with a policy is computed as before, bit for bit.
 """
 
 import functools
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +19,10 @@ from mxjax.policy.policy import Policy
 from mxjax.products.dot import check_key
 from mxjax.products.implementations import Implementation
 from mxjax.recipes import as_policy
-from mxjax.transform import control_flow, products, shapes
-from mxjax.transform.interpreter import Context, Draw, Plan, evaluate, make_plan
-from mxjax.transform.origins import quoted
+from mxjax.transform import control_flow, products
+from mxjax.transform.interpreter import KEEPING, Context, Draw, Plan, evaluate, gradient_mark, make_plan
 from mxjax.transform.report import Found, Report
-from mxjax.transform.tracing import LIBRARIES, Traced, trace
+from mxjax.transform.tracing import LIBRARIES, Traced, quoted, trace
 
 Rules = Sequence[tuple[str, Policy | str | None]]
 """(pattern, policy) pairs; None leaves products as they are."""
@@ -119,6 +119,18 @@ def _resolve(policy: Policy | str | None) -> Policy | None:
     return None if policy is None else as_policy(policy)
 
 
+def _with_key(f: Callable[..., Any]) -> inspect.Signature:
+    """Returns f's signature with `mxjax_key`: jax.jit and Equinox look arguments up there."""
+    try:
+        signature = inspect.signature(f)
+    except ValueError:  # of a function in C
+        signature = inspect.signature(lambda *args, **kwargs: None)
+    parameters = [p for p in signature.parameters.values() if p.name != "mxjax_key"]
+    at = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    key = inspect.Parameter("mxjax_key", inspect.Parameter.KEYWORD_ONLY, default=None)
+    return signature.replace(parameters=[*parameters[:at], key, *parameters[at:]])
+
+
 class Transformed:
     """The function that `transform` returns."""
 
@@ -131,8 +143,9 @@ class Transformed:
         implementation: Implementation | None,
     ):
         self._f, self._policy, self._rules, self._weights = f, policy, rules, weights
-        self._planners = control_flow.PLANNERS | shapes.PLANNERS | products.planners(implementation)
+        self._planners = control_flow.PLANNERS | KEEPING | products.planners(implementation)
         functools.update_wrapper(self, f, updated=())
+        self.__signature__ = _with_key(f)
 
     def __repr__(self) -> str:
         return f"<mxjax.transform of {self._f!r}>"
@@ -142,6 +155,12 @@ class Transformed:
         traced = self._trace(args, kwargs)
         plan = self._plan(traced)
         if self._policy is not None and not any(f.is_product for f in plan.found):
+            if not any(origin.is_weight for origin in traced.origins):
+                raise ValueError(
+                    f"transform needs floating-point arrays in argument {self._weights}, got none in a "
+                    f"{type(args[self._weights]).__name__}; pass a pytree of them, such as nnx.state(model) "
+                    "or a part from nnx.split of an NNX module with pytree=False"
+                )
             raise ValueError(
                 f"transform found no product of an activation and a weight from argument {self._weights}"
                 f"{_first_left_alone(plan.found)}; weights= is the argument's number, and report() lists all"
@@ -191,8 +210,10 @@ class Transformed:
         for _, policy, paths in matched:
             policies |= dict.fromkeys(paths, policy)
 
+        mark = gradient_mark(traced.jaxpr)
+
         def plan(deferred: Iterable[str]) -> Plan:
-            context = Context(policies, frozenset(deferred), self._planners)
+            context = Context(policies, frozenset(deferred), self._planners, mark)
             return make_plan(traced.jaxpr, traced.origins, context)
 
         # The first plan finds the parameters of products: only their casts are deferred.

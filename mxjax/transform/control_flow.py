@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from mxjax.transform.interpreter import Context, Draw, Outcome, Plan, Planner, evaluate, make_plan, whole
-from mxjax.transform.origins import Origin, all_seen, cast, join
+from mxjax.transform.tracing import Origin, all_seen, cast, join
 
 
 def _plan_jit(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from mxjax.policy.policy import Policy
-from mxjax.transform.origins import CONSTANT, DATA, Origin, all_seen, aval, cast, join
 from mxjax.transform.report import Found
+from mxjax.transform.tracing import CASTS, CONSTANT, DATA, Origin, all_seen, aval, cast, join
 
 
 class Draw(NamedTuple):
@@ -68,14 +70,16 @@ class Context(NamedTuple):
       deferred: paths of parameters whose casts are deferred.
       planners: functions that plan primitives, by the primitives' names.
       start: number of products found so far.
-      backward: whether this is in a backward pass that the function itself computes.
+      mark: the entry of equations' name stacks that marks a gradient; see `gradient_mark`.
+      in_gradient: whether this is in a gradient that the function itself computes.
     """
 
     policies: Mapping[str, Policy | None]
     deferred: frozenset[str]
     planners: Mapping[str, "Planner"]
+    mark: Any
     start: int = 0
-    backward: bool = False
+    in_gradient: bool = False
 
 
 Planner = Callable[[JaxprEqn, list[Origin], Context], Outcome]
@@ -114,13 +118,32 @@ def make_plan(jaxpr: Jaxpr, inputs: Sequence[Origin], context: Context) -> Plan:
 
     outcomes: list[Outcome] = []
     for eqn in jaxpr.eqns:
-        backward = context.backward or "transpose(" in str(eqn.source_info.name_stack)
+        in_gradient = context.in_gradient or context.mark in eqn.source_info.name_stack.stack
         planner = context.planners.get(eqn.primitive.name, _plan_unknown)
-        outcome = planner(eqn, [read(atom) for atom in eqn.invars], context._replace(backward=backward))
+        outcome = planner(eqn, [read(atom) for atom in eqn.invars], context._replace(in_gradient=in_gradient))
         outcomes.append(outcome)
         origins.update(zip(eqn.outvars, outcome.outputs, strict=True))
         context = context._replace(start=context.start + len(outcome.found))
     return Plan(jaxpr, outcomes, [read(atom) for atom in jaxpr.outvars])
+
+
+def gradient_mark(jaxpr: Jaxpr) -> Any:
+    """Returns what marks gradients in name stacks: transposes; if there are none, all of forward mode.
+
+    A gradient in reverse mode marks its forward pass, too, as forward mode does.
+    """
+    forward, transpose = (
+        source_info_util.new_name_stack().transform(name).stack[-1] for name in ("jvp", "transpose")
+    )
+
+    def transposes(jaxpr: Jaxpr) -> bool:
+        return any(
+            transpose in eqn.source_info.name_stack.stack
+            or any(map(transposes, jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+
+    return transpose if transposes(jaxpr) else forward
 
 
 def plan_other(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
@@ -191,3 +214,71 @@ def whole(eqn: JaxprEqn, inputs: list[Origin], outputs: Sequence[Origin], plans:
     if any(plan.changes for plan in plans) or any(origin.casts for origin in outputs):
         return Outcome(inputs, list(outputs), found, run)
     return Outcome(inputs, cast(outputs), found)
+
+
+def _plan_cast(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
+    """Defers a cast between floating-point dtypes, for parameters whose casts are."""
+    [origin] = inputs
+    before, after = aval(eqn.invars[0]).dtype, aval(eqn.outvars[0]).dtype
+    if not origin.is_weight or not context.deferred.issuperset(origin.paths):
+        return plan_other(eqn, inputs, context)
+    if any(jnp.dtype(dtype) not in map(jnp.dtype, CASTS) for dtype in (before, after)):
+        return plan_other(eqn, inputs, context)
+    deferred = origin._replace(casts=(*(origin.casts or (before,)), after))
+    return Outcome(inputs, [deferred], run=lambda eqn, values, draw: values)
+
+
+def _plan_reshape(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
+    """Keeps deferred casts that all weights share, if the dtype before them holds all constants."""
+    floating = [jnp.issubdtype(aval(atom).dtype, jnp.floating) for atom in eqn.invars]
+    fills = [f and not (o.paths or o.data) for f, o in zip(floating, inputs, strict=True)]
+    casts = {o.casts for o, f, fill in zip(inputs, floating, fills, strict=True) if f and not fill}
+    if len(casts) != 1 or casts == {()} or not join(inputs).is_weight:
+        return plan_other(eqn, inputs, context)
+    [(before, *later)] = casts
+    if (any(fills) or eqn.params.get("fill_value") is not None) and before not in (jnp.float32, later[-1]):
+        return plan_other(eqn, inputs, context)
+
+    def run(eqn: JaxprEqn, values: list[Any], draw: Draw) -> Sequence[Any]:
+        del draw
+        cast = [lax.convert_element_type(v, before) if f else v for v, f in zip(values, fills, strict=True)]
+        return bind(eqn, cast)
+
+    return Outcome(inputs, [join(inputs)._replace(casts=(before, *later))] * len(eqn.outvars), run=run)
+
+
+def _plan_each(eqn: JaxprEqn, inputs: list[Origin], context: Context) -> Outcome:
+    """Plans operations whose results are their inputs, one by one."""
+    del context
+    return Outcome(inputs, inputs, run=lambda eqn, values, draw: bind(eqn, values))
+
+
+_RESHAPES = (
+    "broadcast_in_dim",
+    "concatenate",
+    "copy",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "name",
+    "pad",
+    "reshape",
+    "rev",
+    "select_n",
+    "sharding_constraint",
+    "slice",
+    "split",
+    "squeeze",
+    "stack",
+    "stop_gradient",
+    "tile",
+    "transpose",
+)
+_EACH = ("device_put", "optimization_barrier", "pvary", "reshard")
+
+KEEPING: dict[str, Planner] = {
+    "convert_element_type": _plan_cast,
+    **dict.fromkeys(_RESHAPES, _plan_reshape),
+    **dict.fromkeys(_EACH, _plan_each),
+}
+"""Plans for operations that keep a weight's elements: casts, and changes of shape, place and sharding."""

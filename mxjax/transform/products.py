@@ -14,10 +14,10 @@ from mxjax.products.dot_general import with_sharding
 from mxjax.products.implementations import Implementation
 from mxjax.products.ragged import ragged_dot
 from mxjax.transform.interpreter import Context, Draw, Outcome, Planner, plan_other
-from mxjax.transform.origins import CASTS, DATA, Origin, aval, quoted, seen
 from mxjax.transform.report import NO_POLICY, Found, policy_name
+from mxjax.transform.tracing import CASTS, DATA, Origin, aval, quoted, seen
 
-_MXJAX = ("mxjax_linear", "mxjax_gated_product", "mxjax_normed_product")
+_MXJAX = ("mxjax_linear", "mxjax_fused_products")
 
 
 def planners(implementation: Implementation | None) -> dict[str, Planner]:
@@ -77,7 +77,7 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
       weight: the operand that is the weight; None if there is none, or two.
       unfit: why no policy can run it; empty if one can.
     Raises:
-      ValueError: a product in a backward pass, or of parameters with different policies.
+      ValueError: a product in a gradient, or of parameters with different policies.
     """
     if not any(origin.data or origin.paths for origin in inputs):
         return None
@@ -92,12 +92,12 @@ def _find(eqn, inputs: list[Origin], weight: int | None, context: Context, unfit
     elif not unfit:
         policy = _policy_of(paths, context)
         why = "" if policy else NO_POLICY
-    if policy and context.backward:
+    if policy and context.in_gradient:
         raise ValueError(
             f"transform found a gradient of the weight {quoted(paths, ' + ')} in the function, whose GEMMs "
             "it cannot tell apart; transform the loss alone, jax.grad(mxjax.transform(loss, ...))"
         )
-    return Found(context.start, eqn.primitive.name, paths, operands, policy, why, context.backward)
+    return Found(context.start, eqn.primitive.name, paths, operands, policy, why, context.in_gradient)
 
 
 def _policy_of(paths: tuple[str, ...], context: Context) -> Policy | None:

@@ -15,11 +15,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from mxjax.runtime.tables import insert
-from studies.documents import STYLE, as_csv
+from studies.documents import STYLE, as_csv, fill
 from studies.ladder import claims, plots, second_part, tables, token_tables
 from studies.ladder.results import CellResult, Run, add_runs, gather, read_runs
 from studies.ladder.studies import STUDIES
-from studies.quotes import fill
 from training.process.environment import input_errors
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"

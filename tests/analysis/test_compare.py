@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from scipy import stats
+from support.runs import file_sizes
 
 import eval as evaluation_program
 from analysis.compare.compare import CompareConfig, compare
@@ -336,6 +337,14 @@ def test_curves_can_be_drawn(tmp_path):
     compare(CompareConfig(folders, mlperf=True, plot=files))
     assert "</svg>" in files[0].read_text()
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_does_not_fit_on_the_disk_leaves_no_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    folder = make_run(tmp_path / "run", {20: 3.0}, ["--steps", "20"])
+    with file_sizes(1000), pytest.raises(OSError, match="File too large"):
+        compare(CompareConfig((folder,), plot=(tmp_path / "curves.svg",)))
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_gradient_norms_of_a_short_run_are_of_ten_steps(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 from support.llamas import layer_policies
 
 from models import decoder
+from models.block import block_numbers
 from models.configs import get_config
 from models.experts.layer import routing_by_layer
-from models.stacks import block_numbers
 from mxjax import get_policy
 from training.optimizer.deoscillation import quantized_weights
 from training.sharding import check_shards, parse_mesh

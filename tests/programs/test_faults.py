@@ -106,7 +106,7 @@ def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatc
 
 
 def test_files_that_cannot_be_written_end_the_run_with_a_message(text, tmp_path):
-    said = r"writing to .*run: File too large\. Raise the limit of file sizes, ulimit -f"
+    said = r"writing to .*run/config\.json: File too large\. Raise the limit of file sizes, ulimit -f"
     with pytest.raises(SystemExit, match=said), file_sizes(1000):
         train(*arguments(text, tmp_path / "run"))
 

@@ -95,6 +95,11 @@ def test_eval_says_what_of_the_run_another_policy_leaves_out(finished, capsys):
     assert errors.endswith(f": without the run's --layers {said}; repeat them to keep them\n")
 
 
+def test_eval_says_how_long_its_sequences_are(finished, capsys):
+    evaluation_program.main([str(finished), "--batches", "1"])
+    assert capsys.readouterr().out.endswith(" over 128 tokens in sequences of 32\n")
+
+
 def test_eval_takes_batches_of_another_size(finished):
     EvalConfig = evaluation_program.EvalConfig
     own, small = (

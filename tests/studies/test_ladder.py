@@ -15,7 +15,7 @@ from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
 from mxjax.recipes.whole_runs import RECIPES
-from studies import quotes
+from studies import documents
 from studies.documents import as_csv
 from studies.ladder import __main__ as program
 from studies.ladder import cells, programs, recipes_page, report, token_tables, whole_runs
@@ -200,13 +200,13 @@ def folder(tmp_path):
 def test_a_quote_has_the_sign_and_the_decimals_of_its_text(folder):
     text = "off [1.000 (2.000 to 3.000)][a], [+9.0][a], p = [0.5][p], [0.00000][p]" + DEFINED
     shown = "off [0.028 (0.020 to 0.037)][a], [+0.0][a], p = [0.0][p], [0.00001][p]" + DEFINED
-    assert quotes.fill(text, folder) == shown
-    assert quotes.fill(shown, folder) == shown
+    assert documents.fill(text, folder) == shown
+    assert documents.fill(shown, folder) == shown
 
 
 def test_tables_with_columns_of_their_own(folder):
     (folder / "t.csv").write_text(TABLE + "table,claim,loss\nthird,H16,2.5\n")
-    assert quotes.fill('[1.1][x]\n[x]: t.csv "third > H16 | loss"', folder).startswith("[2.5][x]")
+    assert documents.fill('[1.1][x]\n[x]: t.csv "third > H16 | loss"', folder).startswith("[2.5][x]")
 
 
 @pytest.mark.parametrize(
@@ -219,18 +219,18 @@ def test_tables_with_columns_of_their_own(folder):
 )
 def test_a_quote_without_a_source_is_an_error(folder, title, message):
     with pytest.raises(ValueError, match=rf"\[x\]: .*{message}"):
-        quotes.fill(f'[1.0 (1.0 to 2.0)][x]\n[x]: t.csv "{title}"', folder)
+        documents.fill(f'[1.0 (1.0 to 2.0)][x]\n[x]: t.csv "{title}"', folder)
 
 
 def test_numbers_without_a_quote_are_found():
     text = (
         "Llama 3.1 costs 0.5 ([arXiv 2605.09825](a.md)) and `0.2`, [0.3][a], 8 to 0.75.\n| 0.1 |\n" + DEFINED
     )
-    assert quotes.bare_numbers(text) == ["0.5", "0.75"]
-    assert quotes.undefined(text) == {"p"}
+    assert documents.bare_numbers(text) == ["0.5", "0.75"]
+    assert documents.undefined(text) == {"p"}
 
 
 def test_every_number_in_the_study_is_quoted_from_its_tables():
     text = report.PAGE.read_text()
-    assert quotes.bare_numbers(text) == []
-    assert quotes.undefined(text) == set()
+    assert documents.bare_numbers(text) == []
+    assert documents.undefined(text) == set()

@@ -4,10 +4,11 @@ import os
 import pathlib
 
 import pytest
+from support.runs import file_sizes
 
 from training.files import absolute_path, unused, whole_lines, write_atomically
 from training.process.environment import input_errors
-from training.process.extras import MissingExtraError, check_extra, require
+from training.process.start import MissingExtraError, check_extra, require
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -30,6 +31,13 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch, step):
     with pytest.raises(OSError, match="no space"):
         write_atomically(path, "new")
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_names_the_file(tmp_path):
+    with file_sizes(5), pytest.raises(OSError, match="File too large") as raised:
+        write_atomically(tmp_path / "a.json", "too much")
+    assert raised.value.filename == str(tmp_path / "a.json")
 
 
 def test_a_link_at_the_temporary_name_is_not_followed(tmp_path):

@@ -18,7 +18,7 @@ from training.data.tokenizer import read_tokenizer, tokenizer_path, tokenizer_vo
 
 _TRAIN_SHARE = 0.95  # of the documents, without --eval-data: Megatron's split 95,5
 _VOCABULARY_MULTIPLE = 128  # Megatron's make_vocab_size_divisible_by
-_ENTROPY_TOKENS = 2**22
+_CHECKED_TOKENS = 2**22
 _READ_AHEAD = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)  # batches; grain's own is 500
 
 
@@ -91,16 +91,10 @@ class MegatronCorpus:
         """The identity of the data: source, sizes, and a checksum of lengths and pieces of the tokens."""
         checksums = "".join(dataset.checksum() for dataset in self.datasets)
         crc = zlib.crc32(
-            np.ascontiguousarray(self.validation[:_ENTROPY_TOKENS]), zlib.crc32(checksums.encode())
+            np.ascontiguousarray(self.validation[:_CHECKED_TOKENS]), zlib.crc32(checksums.encode())
         )
         sizes = {"train_tokens": self.train_tokens, "validation_tokens": len(self.validation)}
         return {"source": self.source, **sizes, "crc32": f"{crc:08x}"}
-
-    def unigram_entropy(self) -> float:
-        """Returns the entropy of the first 4 M validation tokens in nats, the loss without context."""
-        counts = np.bincount(self.validation[:_ENTROPY_TOKENS])
-        frequency = counts[counts > 0] / counts.sum()
-        return float(-np.sum(frequency * np.log(frequency)))
 
     def samples(self, seq_len: int, seed: int, num_samples: int) -> "GPTDataset | Blend":
         """Returns the sequences of a run, int32 [seq_len + 1] each, by index.

@@ -186,11 +186,6 @@ class TextCorpus:
         sizes = {"train_tokens": len(self.train), "validation_tokens": len(self.validation)}
         return {"source": self.source, **sizes, "crc32": f"{checksum:08x}"}
 
-    def unigram_entropy(self) -> float:
-        """Returns the entropy of the validation tokens in nats, the loss of a model without context."""
-        frequency = np.bincount(self.validation, minlength=VOCAB_SIZE) / len(self.validation)
-        return float(-np.sum(frequency[frequency > 0] * np.log(frequency[frequency > 0])))
-
 
 def load_text(path: pathlib.Path | None, flag: str = "--data") -> TextCorpus:
     """Returns the text of a file or a folder; None reads Python's standard library.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from models.received import parse_json, read_object, read_text
-from training.process.extras import require
+from training.process.start import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names in GPT-2, Llama 3, Llama 2 and T5, Gemma.

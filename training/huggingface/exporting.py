@@ -39,7 +39,7 @@ from training.huggingface.model_card import (
 from training.log.metrics import best_step
 from training.optimizer.delayed import without_histories
 from training.phases import from_record, phase_at
-from training.process.extras import check_extra
+from training.process.start import check_extra
 from training.run.checkpoints import Checkpoints, Weights
 from training.run.checksums import saved_steps
 from training.run.frozen import restore_weights
@@ -79,7 +79,8 @@ def export_checkpoint(
       weights: ema: the average of the parameters that --ema keeps, instead of them.
       quantize: store linear layers in MXFP4, as compressed-tensors ("mxfp4") or AMD Quark ("quark") do, or in
         one file for llama.cpp ("gguf"); or in NVFP4, as compressed-tensors does. The layers and values are
-        those that the run's Fprop multiplies. Of gpt-oss "mxfp4" packs the experts, as OpenAI does.
+        those that the run's Fprop multiplies; merged adapters are rounded with the weights. Of gpt-oss
+        "mxfp4" packs the experts, as OpenAI does.
       scale_rule: round the weights to MXFP4 by this rule, to nearest, instead of as the Fprop does.
       activations: consumers round activations to the same format too; needs --quantize.
       calibrate: text or dataset PREFIX on which the model runs, for the scales of activations in NVFP4.
@@ -169,9 +170,10 @@ def _choose_packing(
     layers = without_histories(phase_at(phases, step).layers) if phases else None
     layout = layout_for(config, quantize)
     number = "mxfp4" if layout is None else layout.number
+    adapted = saved["config"].get("lora") is not None
     if number == "nvfp4" and config.experts is not None:
         print(f"{PROGRAM}: warning: transformers drops the divisors of NVFP4 experts", file=sys.stderr)
-    operands, line = choose_operands(config, layers, scale_rule, number)
+    operands, line = choose_operands(config, layers, scale_rule, number, adapted)
     inputs = None if calibrate is None else largest_inputs(run, saved, config, params, layers, calibrate)
     return _Packing(layout, operands, line, inputs)
 

@@ -102,7 +102,9 @@ def model_card(
         "Imported from": pathlib.Path(saved["imported"]).name if "imported" in saved else None,
         "Policy": config.precision.label,
         "Tokens trained on": f"{tokens:,}, {step:,} steps" if step else None,
-        "Validation loss": f"{losses[max(losses)]:.4f} at step {max(losses):,}" if losses else None,
+        "Validation loss before export": f"{losses[max(losses)]:.4f} at step {max(losses):,}"
+        if losses
+        else None,
         "Weights": averaged + stored,
         "mxjax": environment.get("mxjax"),
         "Commit": environment.get("commit"),

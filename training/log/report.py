@@ -44,8 +44,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
             f"model {config.model_name}: {model.n_params:,} parameters, {active(model)}{vocabulary(plan)}"
             f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
             f"data {plan.corpus.source}: {plan.corpus.train_tokens:,} tokens, {tokens:,} to train on "
-            f"({tokens / model.n_params:.1f}/parameter{repeated}), "
-            f"unigram entropy {plan.corpus.unigram_entropy():.4f}",
+            f"({tokens / model.n_params:.1f}/parameter{repeated})",
             attention_text(plan),
             *(line for phase in plan.phases for line in phase_lines(phase)),
             f"run {folder} on {mesh_text(plan.mesh)} {jax.devices()[0].device_kind}, "
@@ -188,7 +187,7 @@ def summary(
         reached = "has reached its last step or its target" if done else f"stands after step {step} already"
         return f"nothing left to do: the run in {folder} {reached}"
     what = "final" if done else f"stopped after step {step} of {config.steps}:"
-    lines = [f"{what} {in_words(evaluation)} (unigram entropy {plan.corpus.unigram_entropy():.4f})"]
+    lines = [f"{what} {in_words(evaluation)}"]
     if step_times:
         lines.append(times_in_words(step_times, config.data.tokens_a_step))
     if not done:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from models.block import block_numbers
 from models.experts.layer import summary
-from models.stacks import block_numbers
 from training.config import ObserveConfig
 from training.data.evaluation_sets import losses_of
 from training.log import throughput

@@ -4,7 +4,7 @@ tensorboardX writes without its thread: that dies on a full disk, and its queue 
 
 Failures of W&B never end or alter the training. A run has one id, kept in its folder, so that a resumed run
 goes on in the same one. W&B takes each step once; the steps that a resumed run repeats are the same ones bit
-for bit. WANDB_MODE, WANDB_PROJECT and the other variables of W&B apply.
+for bit. W&B's variables apply, such as WANDB_MODE, but for WANDB_DIR.
 """
 
 import logging
@@ -19,7 +19,7 @@ from typing import Any
 
 from models.received import read_text
 from training.files import write_atomically
-from training.process.extras import check_extra, require
+from training.process.start import check_extra, require
 
 PREFIX = "events.out.tfevents."
 """How the names of the files begin."""

@@ -24,8 +24,8 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from models.block import DENSE
 from models.gemms import LINEAR_LAYERS
-from models.stacks import DENSE
 from mxjax.numerics.array import dequantize
 from mxjax.numerics.formats import get_format
 from mxjax.numerics.operand import Operand
@@ -130,7 +130,7 @@ def snap_oscillating(
     Args:
       setting: when weights are snapped.
       layers: the policies whose Fprop quantizes the weights.
-      numbers: of blocks of two kinds, from `models.stacks.block_numbers`.
+      numbers: of blocks of two kinds, from `models.block.block_numbers`.
     """
 
     def init(params):

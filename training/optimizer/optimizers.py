@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
+from models.block import block_numbers
 from models.configs import DecoderConfig
 from models.decoder import abstract_params
-from models.stacks import block_numbers
 from mxjax.policy.layers import LayerPolicies
 from training.optimizer.average import averaging
 from training.optimizer.bfloat16 import with_bfloat16_moments, with_bfloat16_parameters

@@ -17,12 +17,11 @@ import jax
 from rich.filesize import decimal
 
 import mxjax
-from training.process.extras import MissingExtraError
-from training.process.start import program_name
+from training.process.start import MissingExtraError, program_name
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a full quota, and a file that may not grow."""
-LIMIT = "Raise the limit of file sizes, ulimit -f, and continue with --resume"
+LIMIT = "Raise the limit of file sizes, ulimit -f, and run it again, train.py with --resume"
 
 
 def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
@@ -32,17 +31,17 @@ def in_one_line(error: OSError, folder: pathlib.Path | None = None) -> str:
       error: the error; writes to open files name no path.
       folder: the path to name if the error names none.
     """
-    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else folder
+    named = error.filename2 or error.filename  # of two, the second is written
+    path = os.fsdecode(named) if isinstance(named, str | bytes) else folder
     if path is None and error.errno == errno.ENOENT and _in_removed_folder():
         return "the current folder was removed. Change to another"
     cause = error.strerror or str(error) or type(error).__name__
     if error.errno in FULL:
-        where = pathlib.Path(path or ".")
+        where = f"writing to {path}" if path else "writing"
         if error.errno == errno.EFBIG:
-            return f"writing to {where}: {cause}. {LIMIT}"
-        free = free_space(where)
-        again = "Make room and run it again, train.py with --resume"
-        return f"writing to {where}, where {free} are free: {cause}. {again}"
+            return f"{where}: {cause}. {LIMIT}"
+        free = f", where {free_space(pathlib.Path(path))} are free" if path else ""
+        return f"{where}{free}: {cause}. Make room and run it again, train.py with --resume"
     return f"{path}: {cause}" if path else cause
 
 
@@ -141,14 +140,19 @@ def _user_cache() -> pathlib.Path | None:
 
 
 @contextlib.contextmanager
-def input_errors() -> Iterator[None]:
-    """Ends the program with the message of an error in its input, without a traceback."""
+def input_errors(output: pathlib.Path | None = None) -> Iterator[None]:
+    """Ends the program with the message of an error in its input, without a traceback.
+
+    Args:
+      output: where the program writes, for errors of a full disk that name no path.
+    """
     try:
         yield
     except (ValueError, NotImplementedError, MissingExtraError) as error:
         raise SystemExit(f"{program_name()}: error: {error}") from error
     except OSError as error:
-        raise SystemExit(f"{program_name()}: error: {in_one_line(error)}") from error
+        folder = output if error.errno in FULL else None
+        raise SystemExit(f"{program_name()}: error: {in_one_line(error, folder)}") from error
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
-"""The first lines of a program, before its slow imports; the last of them imports JAX."""
+"""The first lines of a program, before its slow imports, the last of which is JAX; optional dependencies."""
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import pathlib
 import signal
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,3 +98,23 @@ def _show_unraisable(error: Any) -> None:
 def _end(number: int, frame: Any) -> None:
     os.write(2, f"{program_name()}: interrupted\n".encode())
     os._exit(128 + number)  # an exception raised within an import may be swallowed or become another
+
+
+class MissingExtraError(ImportError):
+    """An optional dependency is not installed; the message names the extra to install."""
+
+
+def check_extra(extra: str, purpose: str, *modules: str) -> None:
+    """Raises MissingExtraError unless all modules are installed; imports none of them."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(
+                f"{purpose} needs {module}: in a checkout of mxjax, pip install -e '.[{extra}]' or "
+                f"uv sync --extra {extra}"
+            )
+
+
+def require(extra: str, purpose: str, module: str) -> types.ModuleType:
+    """Imports an optional dependency; raises MissingExtraError if it is not installed."""
+    check_extra(extra, purpose, module.partition(".")[0])
+    return importlib.import_module(module)

@@ -330,12 +330,24 @@ def save_params(folder: pathlib.Path, params: Any) -> None:
     """Saves parameters alone as the checkpoint of step 0 in `folder`, for a run that has not begun.
 
     Needs memory for the parameters and about one copy of the largest array.
+
+    Raises:
+      OSError: the folder cannot be written, or the disk is full.
     """
     check_saveable(folder)
+    logging.getLogger("absl").addFilter(_is_no_orbax_error)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     handler = ocp.StandardCheckpointHandler(save_concurrent_gb=largest // 2**30 + 1)
-    with ocp.CheckpointManager(folder.absolute(), item_handlers={"params": handler}) as manager:
-        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)  # no thread outlives a failure
+    try:
+        with ocp.CheckpointManager(
+            folder.absolute(), options=options, item_handlers={"params": handler}
+        ) as manager:
+            manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+    except ValueError as error:  # of tensorstore
+        if (full := next((number for number in FULL if os.strerror(number) in str(error)), None)) is None:
+            raise
+        raise OSError(full, os.strerror(full)) from error
     check_opens(folder / "0" / "params", shapes(params))
     checksums.write(folder / "0", 0)
 

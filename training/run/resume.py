@@ -192,10 +192,15 @@ def check_extension(config: Config, saved: Config, taken: int) -> None:
         raise ValueError(f"{why}, which its MLPerf log names; begin a new run")
     if (found := _changed_rate(config, saved, taken)) is not None:
         step, ours, theirs = found
+        way = "a step by --branch RUN/checkpoints/STEP --decay N, begin a run with --init, or use "
+        way += "--schedule wsd or constant from the start"
+        if saved.optimizer.schedule == "wsd":
+            last = saved.steps - decay_steps(saved.optimizer, saved.steps)
+            way = f"step {last}, where its decay begins, or an earlier one by --branch RUN/checkpoints/STEP "
+            way += "--steps N, or begin a run with --init"
         raise ValueError(
             f"{why}, on which its learning rate depends: at step {step + 1} it was {theirs:.9g} and "
-            f"would have been {ours:.9g}; go on from a step by --branch RUN/checkpoints/STEP --decay N, "
-            "begin a run with --init, or use --schedule wsd or constant from the start"
+            f"would have been {ours:.9g}; go on from {way}"
         )
 
 

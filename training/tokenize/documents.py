@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from models.received import check_regular, fault_of, open_received, parse_json, special_kind
-from training.process.extras import check_extra
+from training.process.start import check_extra
 
 _JSON_LINES = (".json", ".jsonl")
 _PROSE = (".txt", ".md", ".rst", ".tex")

@@ -241,7 +241,8 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     program, description = "python -m training.tokenize", "Turn text into a Megatron indexed dataset."
     config = flags_of(TokenizeConfig, argv, program, prog=program, description=description)
-    with unwinding_signals("the same command continues where it ended"), input_errors():
+    prefix = pathlib.Path(config.output)
+    with unwinding_signals("the same command continues where it ended"), input_errors(prefix):
         record = tokenize(config)
     with output_errors():
         print(summary(config.output, record), advice(config.output), sep="\n")

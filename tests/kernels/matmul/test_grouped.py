@@ -19,7 +19,7 @@ from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
 from mxjax.products.expert_products import EXPERT_CARRIERS
-from mxjax.products.expert_runs import runs_of
+from mxjax.products.expert_rows import runs_of
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 

@@ -33,7 +33,7 @@ def carried(lhs: KernelOperand, rhs: KernelOperand):
 
 def corrected(y, lhs: KernelOperand, rhs: KernelOperand, in_fp8):
     """Returns what `correct` makes of y, and the factors [batch, m, n] of its elements."""
-    from mxjax.kernels.matmul.correct import correct
+    from mxjax.kernels.matmul.fp8_matmul import correct
 
     got, rows, columns = correct(y, (*lhs.packed, *rhs.packed), *in_fp8, current_target())
     return got, np.asarray(rows, np.float64)[:, :, None] * np.asarray(columns, np.float64)[:, None, :]

@@ -9,7 +9,7 @@ import mxjax
 from mxjax.kernels.quantize.draws import draw, draw_by_definition, sign_words
 from mxjax.kernels.quantize.quantizer import scalars_of
 from mxjax.products.draws import draw_words, uses_of_policy
-from mxjax.products.implementations import BY_KERNEL, implementations_of
+from mxjax.products.implementations import form_of, implementations_of
 from mxjax.runtime.devices import Target, use_target
 from mxjax.runtime.keys import fold, fold_each
 
@@ -47,7 +47,7 @@ def test_uses_have_the_words_of_their_keys_and_signs(policy, monkeypatch):
     uses = uses_of_policy(policy, implementations, KEY)
     for name, gemm, pair in zip(implementations, policy.gemms.values(), uses, strict=True):
         for side in pair:
-            assert (side.words is not None) == (gemm.needs_key and name in BY_KERNEL)
+            assert (side.words is not None) == (gemm.needs_key and form_of(name) in ("packed", "bf16"))
             if side.words is not None:
                 np.testing.assert_array_equal(side.words[:2], side.key.words[0])
             if side.words is not None and side.signs is not None:

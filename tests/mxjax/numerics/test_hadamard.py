@@ -39,9 +39,11 @@ def butterfly(x, size):
     return (y * np.float32(size**-0.5)).reshape(np.shape(x))
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**31, 2**32 - 1])
-def test_fixed_signs_are_those_that_jax_draws_by_default(seed):
-    drawn = mxjax.random_signs(jax.random.key(seed, impl="threefry2x32"), 256)
+def test_fixed_signs_are_those_that_jax_draws(seed, x64):
+    with jax.enable_x64(x64):
+        drawn = mxjax.random_signs(jax.random.key(seed, impl="threefry2x32"), 256)
     np.testing.assert_array_equal(fixed_signs(seed, 256), drawn)
     np.testing.assert_array_equal(fixed_signs(seed, 16), drawn[:16])
 

@@ -203,5 +203,5 @@ def test_axes_that_are_not_there_once_raise(contract, message):
 )
 def test_forward_mode_raises(forward):
     x, w, _ = inputs()
-    with pytest.raises(TypeError, match=r"mxjax\.dot has no forward mode.*jax\.grad"):
+    with pytest.raises(TypeError, match=r"have no forward mode.*jax\.grad"):
         forward(lambda x: mxjax.dot(x, w, policy="wgrad"), x)

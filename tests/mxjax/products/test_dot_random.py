@@ -74,6 +74,14 @@ def test_raw_keys_work_too():
     assert_same(products(x, w, dy, raw, policy=RANDOM_FPROP), products(x, w, dy, key, policy=RANDOM_FPROP))
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("policy", ["full_rht", "quartet2"])
+def test_jax_sees_no_key_that_is_used_twice(policy, impl):
+    run = jax.jit(functools.partial(products, policy=policy))
+    with jax.debug_key_reuse(True):
+        run.trace(*inputs(), jax.random.key(0, impl=impl))
+
+
 def z_scores(policy: Policy, draws: int = 512) -> np.ndarray:
     """Returns how many standard errors the mean over keys of y, dx and dw lies from the exact products.
 

@@ -74,7 +74,7 @@ def test_a_second_derivative_raises(name):
     def loss(x):
         return jnp.sum(mxjax.dot(x, w, policy=name) ** 2)
 
-    with pytest.raises(NotImplementedError, match=r"mxjax\.dot has no second derivative"):
+    with pytest.raises(NotImplementedError, match="have no second derivative"):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
 
 

@@ -20,6 +20,7 @@ SPECS = {
     "becd,edf->becf": ((2, 3, 5, 6), (3, 6, 4)),
     "...d,df->...f": ((2, 5, 6), (6, 4)),
     "...d, ...df -> f...": ((2, 5, 6), (5, 6, 4)),
+    "...td,...df->...tf": ((2, 1, 5, 6), (1, 3, 6, 4)),
     "dt,df": ((6, 5), (6, 4)),
     "tds,dfg->tf": ((5, 6, 2), (6, 4, 3)),
     "d,d->": ((6,), (6,)),
@@ -73,3 +74,8 @@ def test_experts_are_a_batch():
 def test_a_spec_that_does_not_fit_raises(spec, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):
         mxjax.einsum(spec, jnp.ones((5, 6)), jnp.ones((6, 4)), policy="fp32")
+
+
+def test_an_ellipsis_that_does_not_broadcast_raises():
+    with pytest.raises(ValueError, match=r"axis of '\.\.\.' is 2 long in x and 3 in w"):
+        mxjax.einsum("...td,...df->...tf", jnp.ones((2, 3, 8)), jnp.ones((3, 8, 4)), policy="fp32")

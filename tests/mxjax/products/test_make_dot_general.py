@@ -151,6 +151,23 @@ def test_the_layers_of_nnx_attention_draw_from_one_stream():
     assert attention.out.dot_general.key.count[...] == 8
 
 
+def test_nnx_layers_made_under_vmap_draw_from_streams_of_their_own():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def make(rngs):
+        dot_general = nnx.data(mxjax.make_dot_general(RANDOM_FPROP, key=rngs.mxjax.fork()))
+        return nnx.Linear(48, 48, use_bias=False, dot_general=dot_general, rngs=rngs)
+
+    layers, x = make(nnx.Rngs(0, mxjax=1)), inputs()[0]
+    keys = layers.dot_general.key.key[...]
+    y = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(layers, x)
+    expected = x
+    for kernel, key in zip(layers.kernel[...], keys, strict=True):
+        expected = mxjax.dot(expected, kernel, policy=RANDOM_FPROP, key=jax.random.fold_in(key, 0))
+    assert_same([y], [expected])
+    assert keys[0] != keys[1]
+
+
 # What jnp.einsum calls for "btd,ckdh->cbtkh": the weight [c, k, d, h] comes first.
 SWAPPED = (((2,), (2,)), ((), ()))
 

@@ -12,7 +12,7 @@ from support.oracles import types_unchecked
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
-from mxjax.products.expert_runs import runs_of
+from mxjax.products.expert_rows import runs_of
 
 X, W, DY = draw(100, 48, seed=1), draw(4, 48, 24, seed=2), draw(100, 24, seed=3)
 SIZES = (37, 0, 5, 50)  # one expert has no token, and 8 tokens have no expert
@@ -139,10 +139,19 @@ def test_no_rows_or_no_experts(shape, implementation):
     assert not dx.any()
 
 
+def test_the_number_of_rows_may_be_symbolic():
+    (rows,) = jax.export.symbolic_shape("rows")
+    shapes = [(rows, X.shape[1]), W.shape, (rows, DY.shape[1])]
+    run = functools.partial(ragged, sizes=jnp.asarray(SIZES), policy="wgrad_hadamard")
+    with types_unchecked():  # a symbolic size is no int
+        exported = jax.export.export(jax.jit(run))(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    assert_same(exported.call(X, W, DY), run(X, W, DY))
+
+
 @pytest.mark.parametrize("forward", [lambda f, x: jax.jvp(f, (x,), (x,)), jax.linearize])
 def test_forward_mode_raises(forward):
     w, sizes = jnp.zeros((2, 32, 16)), jnp.array([3, 5])
-    with pytest.raises(TypeError, match="has no forward mode"):
+    with pytest.raises(TypeError, match="have no forward mode"):
         forward(lambda x: mxjax.ragged_dot(x, w, sizes, policy="wgrad"), jnp.zeros((8, 32)))
 
 

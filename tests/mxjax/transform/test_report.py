@@ -1,9 +1,11 @@
 """`transform`'s report, rules, keys and errors, and what it leaves as it is."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from support.dots import FP32, RANDOM_FPROP, assert_same, draw
 from support.oracles import types_unchecked
@@ -168,6 +170,14 @@ def test_the_report_takes_the_key_of_the_call():
     assert transformed.report(w, X, mxjax_key=key) == transformed.report(w, X)
 
 
+def test_jit_and_equinox_find_the_key_in_the_signature():
+    f = mxjax.transform(lambda w, x: x @ w.T, RANDOM_FPROP)
+    w, key = draw(24, 40, seed=2), jax.random.key(3)
+    np.testing.assert_array_equal(eqx.filter_jit(f)(w, X, mxjax_key=key), jax.jit(f)(w, X, mxjax_key=key))
+    jax.jit(f, donate_argnames=("mxjax_key",))  # raises without
+    assert mxjax.transform(max, None)(3, 4) == 4  # a function in C, without a signature
+
+
 @pytest.mark.parametrize("method", ["__call__", "report"])
 def test_a_key_that_the_function_does_not_take_says_how_to_pass_it(method):
     transformed = mxjax.transform(lambda w, x: x @ w.T, "full_sr")
@@ -213,6 +223,15 @@ def test_a_call_without_any_product_raises():
         mxjax.transform(lambda norm, x: x * norm[None], "wgrad")(PARAMS["norm"], X)
 
 
+def test_a_model_that_is_no_pytree_raises():
+    class Model(nnx.Module, pytree=False):
+        def __init__(self):
+            self.w = nnx.Param(PAIR[0])
+
+    with pytest.raises(ValueError, match=r"argument 0, got none in a Model; .* nnx.state\(model\)"):
+        mxjax.transform(lambda model, x: x @ model.w[...], "wgrad")(Model(), X)
+
+
 def test_arguments_that_are_no_arrays_stay_python_values():
     def f(x, params, *, double: bool, act):
         return act(x @ params["w"]) * (2 if double else 1), {"none": None}
@@ -231,6 +250,10 @@ def sgd_of_a_tuple(params, x):
     return jax.grad(lambda params: jnp.sum((x @ params[0] @ params[1]) ** 2))(params)
 
 
+def tangents(w, x):
+    return jax.jvp(lambda x: jnp.tanh(x @ w), (x,), (x,))[1]
+
+
 def merged(params, x):
     return x @ jnp.concatenate([block["up"] for block in params["blocks"]], axis=1)
 
@@ -243,15 +266,26 @@ def merged(params, x):
         (loss, (PARAMS, X), {"policy": "wgrda"}, "did you mean 'wgrad'"),
         (sgd, (PARAMS, X), {}, "transform the loss alone, jax.grad"),
         (sgd_of_a_tuple, (PAIR, X), {}, "found a gradient of the weight '1' in the"),
+        (tangents, (PAIR[0], X), {}, "found a gradient of the weight 'weights' in the"),
         (sgd_of_a_tuple, (PAIR, X), {"rules": [("2", "fp8")]}, "'2' matches none of '0', '1'"),
         (merged, (PARAMS, X), {"rules": [("blocks[0].*", "fp8")]}, "blocks.0.up': fp8, 'blocks.1.up': wgrad"),
         (loss, (PARAMS,), {"weights": 1}, "from positional argument 1, but 1 arrived"),
     ],
-    ids=["parameter", "product", "policy", "gradient", "tuple", "element", "several", "argument"],
+    ids=["parameter", "product", "policy", "gradient", "tuple", "forward", "element", "several", "argument"],
 )
 def test_what_does_not_fit_raises(f, args, options, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):
         mxjax.transform(f, **({"policy": "wgrad"} | options)).report(*args)
+
+
+@pytest.mark.parametrize("name", ["transpose(0,1)", "jvp(x)"])
+def test_a_name_scope_is_no_gradient(name):
+    def f(w, x):
+        with jax.named_scope(name):
+            return x @ w
+
+    (product,) = mxjax.transform(f, "wgrad").report(PAIR[0], X).products
+    assert not product.in_gradient
 
 
 def test_a_gradient_of_one_layer_inside_the_function_is_told():

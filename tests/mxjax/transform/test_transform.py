@@ -218,6 +218,41 @@ def test_results_that_are_no_arrays_stay_what_they_are():
     assert all(transformed[name] == plain[name] for name in ("count", "name", "numpy"))
 
 
+MOVES = {
+    "broadcast": lambda w: jnp.broadcast_to(w, (2, *w.shape))[1],
+    "gather": lambda w: w[jnp.arange(39, -1, -1)],
+    "mask": jnp.tril,
+    "pad": lambda w: jnp.pad(w, ((0, 0), (0, 8))),
+    "stack": lambda w: jnp.stack([w, w])[0],
+    "stop": lax.stop_gradient,
+    "tile": lambda w: jnp.tile(w, (1, 2)),
+    "update": lambda w: lax.dynamic_update_slice(w, w[:2], (9, 0)),
+    "zeros": lambda w: jnp.concatenate([w, jnp.zeros((40, 8), w.dtype)], 1),
+}
+
+
+def test_a_cast_before_elements_move_is_skipped():
+    x, w = X.astype(jnp.bfloat16), draw(40, 24, seed=2)
+
+    def plain(w, x):
+        return {name: x @ move(w.astype(x.dtype)) for name, move in MOVES.items()}
+
+    def by_hand(w, x):
+        dot = functools.partial(mxjax.dot, policy=POLICY, preferred_element_type=x.dtype)
+        return {name: dot(x, move(w)) for name, move in MOVES.items()}
+
+    actual, expected = (jax.jit(f)(w, x) for f in (mxjax.transform(plain, POLICY), by_hand))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_a_constant_that_the_master_weight_cannot_hold_keeps_the_cast():
+    w = draw(40, 24, seed=2, dtype=jnp.bfloat16)
+    f = mxjax.transform(
+        lambda w, x: x @ jnp.pad(w.astype(x.dtype), ((0, 8), (0, 0)), constant_values=0.1), POLICY
+    )
+    assert "x float32" in str(f.report(w, draw(20, 48, seed=1)))
+
+
 @functools.cache
 def results():
     return [gradients(dot, list(SAME_BITS))(PARAMS, X) for dot in (plain, by_hand)]

@@ -152,12 +152,6 @@ def test_facts_tell_data_apart(prefix, tmp_path):
     assert load_megatron(config(edited), 257).facts["crc32"] != same["crc32"]
 
 
-def test_unigram_entropy_is_that_of_the_validation_tokens(prefix):
-    corpus = load_megatron(config(prefix), 257)
-    share = np.bincount(corpus.validation) / len(corpus.validation)
-    np.testing.assert_allclose(corpus.unigram_entropy(), -(share * np.log(np.where(share, share, 1))).sum())
-
-
 def tokenizer_json(prefix, size, added=()):
     raw = {"model": {"vocab": {str(i): i for i in range(size)}}, "added_tokens": [{"id": i} for i in added]}
     with open(f"{prefix}.tokenizer.json", "w") as file:

@@ -129,14 +129,6 @@ def test_nothing_to_read_is_an_error(tmp_path, name):
         load_text(tmp_path / name)
 
 
-def test_unigram_entropy_is_that_of_the_validation_bytes(tmp_path):
-    (tmp_path / "a").write_bytes(b"x" * 90 + b"abcdefgh" * 2)
-    corpus = load_text(tmp_path / "a")
-    counts = np.bincount(corpus.validation)
-    share = counts[counts > 0] / counts.sum()
-    np.testing.assert_allclose(corpus.unigram_entropy(), -(share * np.log(share)).sum())
-
-
 def test_targets_are_inputs_shifted_by_one():
     batch = next(batches(TOKENS, CONFIG, seed=0))
     assert batch.shape == (4, 9)

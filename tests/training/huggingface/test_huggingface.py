@@ -221,7 +221,7 @@ def test_the_card_has_the_loss_of_the_exported_weights_and_the_run_s_command(tmp
     assert "Commit" not in model_card(tmp_path, saved, 8, "not quantized", weights)
     saved["environment"] = {"commit": "0123456789abcdef-dirty"}
     card = model_card(tmp_path, saved, 8, "not quantized", weights)
-    assert f"| Validation loss | {loss} at step 7 |" in card
+    assert f"| Validation loss before export | {loss} at step 7 |" in card
     assert "| Commit | 0123456789abcdef-dirty |" in card
     assert ("| average over the steps (--ema 0.9), not quantized |" in card) == (weights == "ema")
     command = next(line for line in card.splitlines() if line.startswith("| Command")).split("`")[1]

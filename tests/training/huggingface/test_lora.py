@@ -116,6 +116,12 @@ def test_evaluation_and_merged_export_have_the_loss_of_the_run(tuned, tmp_path):
     np.testing.assert_allclose(found, np.asarray(w) + np.asarray(a) @ np.asarray(b), rtol=0, atol=1e-6)
 
 
+def test_quantized_exports_of_adapters_are_said_to_be_rounded_anew(tuned, tmp_path):
+    said = export_checkpoint(tuned, tmp_path / "out", quantize="mxfp4")
+    for text in (said, (tmp_path / "out" / "README.md").read_text()):
+        assert "adapters merged, then rounded anew, scale rule floor" in text
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21
 def test_peft_merges_the_exported_adapters_as_we_do(base, tuned, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -144,6 +150,11 @@ def test_adapters_have_pefts_names_shapes_and_the_checkpoint_that_they_adapt(bas
     given = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (given["r"], given["lora_alpha"], len(given["target_modules"])) == (4, 4, 7)
     assert given["base_model_name_or_path"] == str(base / "mxfp4")
+
+
+def test_adapters_may_be_read_by_whoever_reads_their_configuration(tuned, tmp_path):
+    export_checkpoint(tuned, tmp_path / "adapters", adapters=True)
+    assert len({path.stat().st_mode for path in (tmp_path / "adapters").iterdir()}) == 1
 
 
 def test_weights_that_have_trained_are_of_no_checkpoint(base, tuned):

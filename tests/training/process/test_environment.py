@@ -96,6 +96,13 @@ def test_errors_of_paths_are_one_line(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
     assert in_one_line(full, tmp_path / "no" / "run").startswith(f"writing to {tmp_path}/no/run, where ")
     assert free_space(tmp_path / "no" / "run").endswith("B")
+    assert in_one_line(full).startswith("writing: No space left on device. Make room")
+    large = OSError(errno.EFBIG, "File too large")
+    assert "ulimit -f, and run it again, train.py with --resume" in in_one_line(large)
+    copying = OSError(errno.ENOSPC, "No space left on device", "from", None, str(tmp_path))
+    assert in_one_line(copying).startswith(f"writing to {tmp_path}, where ")
+    with pytest.raises(SystemExit, match=f"writing to {tmp_path}, where "), input_errors(tmp_path):
+        raise full
     with pytest.raises(ConnectionError), path_errors(tmp_path):
         raise ConnectionResetError(errno.ECONNRESET, "reset by another process")
 

@@ -5,7 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from support.runs import at_step
+from support.runs import at_step, file_sizes
 
 from training import files as integrity
 from training.run import checksums
@@ -240,6 +240,12 @@ def test_parameters_saved_alone_are_whole(tmp_path, state):
         restored, position = checkpoints.restore(state)
     assert position is None
     jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+
+
+def test_parameters_that_do_not_fit_on_the_disk_are_an_oserror(tmp_path, caplog):
+    with file_sizes(4000), pytest.raises(OSError, match="File too large"):
+        save_params(tmp_path, {"w": jax.random.normal(jax.random.key(0), (8192,))})
+    assert caplog.records == []
 
 
 def test_a_folder_with_the_name_of_another_step_is_set_aside(tmp_path, state):

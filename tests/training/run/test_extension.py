@@ -83,6 +83,8 @@ def test_a_learning_rate_that_would_have_been_another_is_named():
     check_extension(wsd, stable, taken=81)  # rates are those of updates 0 to 80
     with pytest.raises(ValueError, match=r"--schedule wsd: the run has --schedule constant, .* at step 82"):
         check_extension(wsd, stable, taken=82)
+    with pytest.raises(ValueError, match=r"go on from step 80, where its decay begins, .* --steps N, or"):
+        check_extension(dataclasses.replace(wsd, steps=200), wsd, taken=100)
     logged = dataclasses.replace(short, mlperf=MLPerfConfig(mllog=True))
     with pytest.raises(ValueError, match="which its MLPerf log names"):
         check_extension(dataclasses.replace(logged, steps=200), logged, taken=0)

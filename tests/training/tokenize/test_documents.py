@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from training.process.extras import MissingExtraError
+from training.process.start import MissingExtraError
 from training.tokenize.documents import WRITTEN, Document, Documents, Problem, below, find_files
 
 

@@ -1,5 +1,6 @@
 """Tokenizing: the library's own ids in order, with any number of processes, through any interruption."""
 
+import errno
 import gzip
 import json
 import pathlib
@@ -324,3 +325,14 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, flags):
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be at least 1 and at most "):
         tokenize(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_names_the_output(tmp_path, monkeypatch):
+    """Writes to open files name no path."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(main.__globals__, "tokenize", full)
+    with pytest.raises(SystemExit, match=f"writing to {tmp_path}/d, where .* are free"):
+        main(["--input", "/nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])

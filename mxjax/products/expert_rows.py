@@ -1,24 +1,23 @@
-"""The rows of a mixture's experts as `mxjax.products.ragged` multiplies them: on one device, or on a mesh.
+"""The rows of a mixture's experts: whose they are, and the runs that keep experts apart.
 
-On a mesh each device has some experts, and some of their rows. Quantization is that of one array of all rows;
-only the products run device by device.
+Each expert's rows begin a new run, and zeros fill up its last one, so that no block, no rotation and no tile
+has rows of two experts. On a mesh each device has some experts, and some of their rows. Quantization is that
+of one array of all rows; only the products run device by device.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from mxjax.numerics.philox import KeyWords
 from mxjax.operands.use import OperandUse
 from mxjax.products.draws import GemmUses, PolicyUses
-from mxjax.products.expert_runs import runs_of
 from mxjax.runtime.mesh import varying_as
 
-RUN = 32
+CPU_RUN = 32
 """Rows of one expert that a CPU multiplies at once: more fill up more, fewer cost more calls."""
 
 
@@ -57,37 +56,77 @@ class Groups(NamedTuple):
         return use._replace(key=use.key._replace(places=self.places))
 
 
-def multiply_groups(
-    lhs: Float[Array, "m a"],
-    rhs: Float[Array, "..."],
-    groups: Groups,
-    grid: Grid | None,
-    dims: lax.RaggedDotDimensionNumbers,
-    precision: lax.PrecisionLike,
-) -> Float[Array, "..."]:
-    """Returns `jax.lax.ragged_dot_general` in float32, of each device's rows and experts on a grid.
+class Runs(NamedTuple):
+    """The runs of all experts.
 
-    Where rhs is of rows too, the result is of experts, and devices with the same experts sum theirs.
+    Attributes:
+      rows: rows of all experts, and of none.
+      run: rows of a run.
+      sizes: rows of each expert, `rows` in all at most.
+      rest: whether there are runs for the rows of no expert too, after those of the experts.
     """
 
-    if grid is None:
-        return multiply_ragged(lhs, rhs, groups.sizes, dims, precision)
-    by_row = bool(dims.rhs_group_dimensions)
-    others = tuple(axis for axis in grid.rows if axis != grid.experts)
+    rows: int
+    run: int
+    sizes: Int32[Array, " g"]
+    rest: bool
 
-    def of_device(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        y = multiply_ragged(lhs, rhs, sizes[0], dims, precision)
-        return y if by_row else lax.psum(y, others)
+    @property
+    def number(self) -> int:
+        """The number of runs that hold any distribution of the rows."""
+        return runs_number(self.rows, self.run, self.sizes.size + self.rest)
 
-    rows, experts = PartitionSpec(grid.rows), PartitionSpec(grid.experts)
-    run: Any = jax.shard_map(
-        of_device,
-        in_specs=(rows, experts if by_row else rows, rows),
-        out_specs=rows if by_row else experts,
-        axis_names=set(grid.rows),
-        check_vma=False,
-    )
-    return run(lhs, rhs, groups.sizes)
+    @property
+    def starts(self) -> Int32[Array, " g_1"]:
+        """The first run of each expert, and the end of the last."""
+        return jnp.cumulative_sum(-(-self.sizes // self.run), include_initial=True)
+
+    @property
+    def ends(self) -> Int32[Array, " g_2"]:
+        """0, the end of each expert's rows, and the number of rows."""
+        ends = jnp.cumulative_sum(self.sizes, include_initial=True)
+        return jnp.append(ends, jnp.asarray(self.rows, jnp.int32))
+
+    @property
+    def experts(self) -> Int32[Array, " runs"]:
+        """The expert of each run, g for none."""
+        run = jnp.arange(self.number, dtype=jnp.int32)
+        return jnp.sum(self.starts[None, 1:] <= run[:, None], axis=1, dtype=jnp.int32)
+
+    def filled(self, x: Shaped[Array, "m k"]) -> Shaped[Array, "p k"]:
+        """Returns the rows of x in runs, without those of no expert."""
+        length = self.number * self.run
+        starts, ends = self.starts[:-1] * self.run, self.ends[:-2]
+        return _rows_at(x, _shifted(starts, ends, self.sizes, length, self.rows))
+
+    def by_row(self, y: Shaped[Array, "p n"]) -> Shaped[Array, "m n"]:
+        """Returns the rows that `filled` put in runs, in x's order; those of no expert are zero."""
+        starts, ends = self.starts[:-1] * self.run, self.ends[:-2]
+        return _rows_at(y, _shifted(ends, starts, self.sizes, self.rows, y.shape[0]))
+
+
+def runs_number(rows: int, run: int, groups: int) -> int:
+    """Returns the number of runs that hold any distribution of rows among groups."""
+    return (rows + groups * (run - 1)) // run
+
+
+def runs_of(sizes: Int32[Array, " g"], rows: int, run: int, *, rest: bool) -> Runs:
+    """Returns the runs of experts of `sizes` rows, of which those past `rows` count for nothing."""
+    ends = jnp.minimum(jnp.cumsum(sizes), rows)
+    return Runs(rows, run, jnp.diff(ends, prepend=0).astype(jnp.int32), rest)
+
+
+def _shifted(starts, targets, sizes, length: int, missing: int) -> Int32[Array, " m"]:
+    """Returns where each of `length` rows moves if groups move from `starts` to `targets`, else `missing`."""
+    row = jnp.arange(length, dtype=jnp.int32)
+    group = jnp.sum(starts[None] <= row[:, None], axis=1) - 1  # searchsorted, in one kernel
+    offset = row - starts[group]
+    return jnp.where(offset < sizes[group], targets[group] + offset, missing)
+
+
+def _rows_at(x: Shaped[Array, "m k"], rows: Int32[Array, " p"]) -> Shaped[Array, "p k"]:
+    """Returns rows of x, zeros past its end."""
+    return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def multiply_ragged(
@@ -106,10 +145,10 @@ def multiply_ragged(
     def by_runs(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         (_, (rhs_axis,)), _ = dims.dot_dimension_numbers
         [row_axis] = dims.lhs_ragged_dimensions
-        runs = runs_of(sizes, lhs.shape[row_axis], RUN, rest=False)
+        runs = runs_of(sizes, lhs.shape[row_axis], CPU_RUN, rest=False)
 
         def in_runs(rows: jax.Array, axis: int) -> jax.Array:
-            return runs.filled(jnp.moveaxis(rows, axis, 0)).reshape(runs.number, RUN, -1)
+            return runs.filled(jnp.moveaxis(rows, axis, 0)).reshape(runs.number, CPU_RUN, -1)
 
         def of_run(_: None, run: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
             x, expert = run
@@ -127,7 +166,7 @@ def multiply_ragged(
         x = in_runs(lhs, row_axis)
         if dims.rhs_group_dimensions:
             y: jax.Array = lax.scan(of_run, None, (x, runs.experts))[1]
-            return runs.by_row(y.reshape(runs.number * RUN, -1))
+            return runs.by_row(y.reshape(runs.number * CPU_RUN, -1))
         dy = in_runs(rhs, rhs_axis)
         sums = varying_as(jnp.zeros((len(sizes), x.shape[2], dy.shape[2]), jnp.float32), x, dy, sizes)
         y, _ = lax.scan(add_run, sums, (x, dy, runs.experts))
