@@ -199,17 +199,17 @@ def test_quest(tiles):
 
 
 @pytest.mark.parametrize(
-    ("axis", "shape", "size", "rule", "dtype"),
+    ("axis", "shape", "size", "rule", "dtype", "scaled"),
     [
-        (-1, (2, 9, 544), 32, "quest", "bfloat16"),
-        (-1, (8, 512), 32, "quest", "float32"),
-        (-1, (33, 512), None, "even", "bfloat16"),
-        (-2, (2, 96, 70), 32, "quest", "float32"),
-        (-2, (64, 64), 16, "quest", "bfloat16"),
-        (-2, (64, 70), None, "even", "float32"),
+        (-1, (2, 9, 544), 32, "quest", "bfloat16", True),
+        (-1, (8, 512), 32, "quest", "float32", False),
+        (-1, (33, 512), None, "even", "bfloat16", True),
+        (-2, (2, 96, 70), 32, "quest", "float32", False),
+        (-2, (64, 64), 16, "quest", "bfloat16", True),
+        (-2, (64, 70), None, "even", "float32", False),
     ],
 )
-def test_clipped_gradients(axis, shape, size, rule, dtype):
+def test_clipped_gradients(axis, shape, size, rule, dtype, scaled):
     rng, seen = np.random.default_rng(0), Operand(source="dequantized")
     x = draw_tensor(rng, shape, "special", "bfloat16")
     raw = draw_tensor(rng, shape, "normal", "float32")
@@ -218,12 +218,12 @@ def test_clipped_gradients(axis, shape, size, rule, dtype):
     )
     use = OperandUse(axis, Operand(scale_rule=rule, gradient="clipped"), Rotation(size) if size else None)
 
-    for product in (Product(raw), Product(raw, factors)):
-        found = jax.jit(lambda p, x: through_quantization(p, x, use, seen, jnp.dtype(dtype)))(product, x)
-        with jax.default_device(jax.devices("cpu")[0]):
-            product, on_cpu = jax.tree.map(jnp.asarray, jax.device_get((product, x)))
-            expected = jax.jit(lambda g, x: gradient_by_definition(g, x, use, seen).astype(dtype))
-            expected = expected(product.value(jnp.float32), on_cpu)
-        assert found.dtype == expected.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
-        assert size or 0.001 < np.mean(np.asarray(found) == 0) < 0.6
+    product = Product(raw, factors) if scaled else Product(raw)
+    found = jax.jit(lambda p, x: through_quantization(p, x, use, seen, jnp.dtype(dtype)))(product, x)
+    with jax.default_device(jax.devices("cpu")[0]):
+        product, on_cpu = jax.tree.map(jnp.asarray, jax.device_get((product, x)))
+        expected = jax.jit(lambda g, x: gradient_by_definition(g, x, use, seen).astype(dtype))
+        expected = expected(product.value(jnp.float32), on_cpu)
+    assert found.dtype == expected.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    assert size or 0.001 < np.mean(np.asarray(found) == 0) < 0.6

@@ -139,6 +139,7 @@ def test_one_read_for_columns_of_what_the_rows_left(rule, other, kind, monkeypat
     assert kernel_of(rows, columns._replace(reads=rows), (37, 136)) is quantize_pairs_kernel
 
 
+@pytest.mark.slow
 def test_all_bit_patterns_quantized_twice():
     """Sorted: subnormals and the largest, whose quantized values are infinite, among them."""
     x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(512, 128))

@@ -27,7 +27,7 @@ ALL = [*IMPLEMENTATIONS, "fp8_carriers", "scaled_dot"]
     "name",
     [
         n
-        if n in ("mxfp4", "bf16", "fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
+        if n in ("fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
         else pytest.param(n, marks=pytest.mark.slow)
         for n in DETERMINISTIC
     ],
@@ -102,7 +102,7 @@ def test_any_shape(x_shape, d_out):
 @pytest.mark.parametrize(("tokens", "d_in", "d_out"), [(0, 33, 5), (4, 0, 5), (4, 33, 0)])
 @parametrize(
     ("name", "implementation"),
-    *((name, "xla") for name in ("fp32", "wgrad", "ms_fp4")),
+    *((name, "xla") for name in ("fp32", "ms_fp4")),
     *(("wgrad_hadamard", i) for i in ("xla", "fp8_carriers")),
     slow=[("wgrad_hadamard", i) for i in ALL if i not in ("xla", "fp8_carriers")],
 )
@@ -120,7 +120,7 @@ def test_leading_axes_are_tokens_flattened():
     assert_same(leading, (y.reshape(2, 5, 4, 56), dx.reshape(2, 5, 4, 48), dw))
 
 
-@pytest.mark.parametrize("name", ["fp8", "wgrad_hadamard", "wgrad_sr", "nvfp4", "tetrajet_v2"])
+@pytest.mark.parametrize("name", ["fp8", "wgrad_sr", "nvfp4", "tetrajet_v2"])
 def test_a_power_of_two_times_the_loss_changes_no_other_bit(name):
     x, w, dy = inputs()
     key, dot = jax.random.key(0), functools.partial(mxjax.dot, policy=name)
