@@ -1,32 +1,25 @@
 """A build's record against the compiled code: arguments as a loader sees them, results as the kernel's."""
 
+import fnmatch
 import importlib
 import inspect
 import json
 import re
 import subprocess
 
-import jax
 import numpy as np
 import pytest
-import triton.language as tl
-from support import ptx
 from support.code_objects import INTERPRETED, MORE_INTERPRETED
 from support.marks import parametrize
 from support.rocm_on_cpu import kernel_metadata
 from triton import knobs
-from triton.runtime.interpreter import InterpretedFunction
 
 from mxjax.kernels.cases import check, expected
 from mxjax.kernels.cases import compile as aot
 from mxjax.kernels.cases import record as aot_record
-from mxjax.kernels.launch import triton_call
 from mxjax.kernels.matmul.fp4_gemm import shuffle_scales
-from mxjax.kernels.quantize.block16 import Side
+from mxjax.kernels.selftest.kernels import run_build
 from mxjax.runtime.devices import Target
-
-# Constants that avoid inline assembly, which the interpreter lacks.
-WITHOUT_ASSEMBLY = {"CONVERT": "software", "NATIVE": False}
 
 
 def records(folder, target, pattern="*"):
@@ -178,63 +171,13 @@ def find_kernel(record):
     return getattr(importlib.import_module(module), name)
 
 
-def interpret(record, given):
-    """Returns what the kernel writes in Triton's interpreter, by the names of its outputs."""
-    kernel = find_kernel(record)
-    if not isinstance(kernel, InterpretedFunction):
-        pytest.skip("kernels are compiled for this machine's GPU")
-    inputs = []
-    for a in record["arguments"]:
-        if a["role"] == "input":
-            array = given[a["name"]]
-            assert (list(array.shape), array.dtype.name) == (a["shape"], a["dtype"]), a["name"]
-            inputs.append(array)
-    outputs = [a for a in record["arguments"] if a["role"] != "input"]
-    # The interpreter truncates to bfloat16 where GPUs round.
-    dtypes = ["float32" if a["dtype"] == "bfloat16" else a["dtype"] for a in outputs]
-    constants = {
-        name: Side(**value) if isinstance(value, dict) else value
-        for name, value in record["constants"].items()
-    }
-    in_place = record["arguments"][0]["name"] == "before"
-    if in_place:
-        inputs[0] = inputs[0].astype(dtypes[0])
-    written = triton_call(
-        kernel,
-        *inputs,
-        out=[jax.ShapeDtypeStruct(tuple(a["shape"]), d) for a, d in zip(outputs, dtypes, strict=True)],
-        grid=tuple(record["grid"]),
-        in_place=in_place,
-        **constants | {name: v for name, v in WITHOUT_ASSEMBLY.items() if name in constants},
-    )
-    return {a["name"]: np.asarray(y.astype(a["dtype"])) for a, y in zip(outputs, written, strict=True)}
-
-
-def assert_computes_what_is_expected(record):
-    inputs = check.make_inputs(record)
-    wanted = check.expected_outputs(record, inputs)
-    written = interpret(record, inputs)
-    for a in record["arguments"]:
-        if a["role"] in ("input", "scratch"):
-            continue
-        name, memory = a["name"], written[a["name"]].tobytes()
-        if a["role"] == "unused":
-            assert set(memory) == {0xA5}  # as the interpreter's launch found it
-            continue
-        assert check.output_agrees(record, name, memory, wanted[name]), name
-        other = bytes(255 - x for x in memory)
-        assert not check.output_agrees(record, name, other, wanted[name]), name
-
-
-@parametrize(
-    ("folder", "pattern"),
-    slow=[("builds", pattern) for pattern in INTERPRETED],
-    exhaustive=[("more_builds", pattern) for pattern in MORE_INTERPRETED],
-)
-def test_sm_90_kernels_compute_what_is_expected(request, folder, pattern, monkeypatch):
-    monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-    for _, record in records(request.getfixturevalue(folder), "sm_90", pattern):
-        assert_computes_what_is_expected(record)
+@parametrize("pattern", slow=INTERPRETED, exhaustive=MORE_INTERPRETED)
+def test_sm_90_kernels_compute_what_is_expected(on_hopper, pattern):
+    listed = [build for module in aot.MODULES for build in aot.list_builds(module, "sm_90")]
+    builds = [build for build in listed if fnmatch.fnmatch(build.name, pattern)]
+    assert builds
+    for build in builds:
+        run_build(build)
 
 
 def test_shuffled_scales_are_those_of_the_kernel():

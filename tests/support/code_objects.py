@@ -30,11 +30,12 @@ EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("65x97", "3x40x70")]
 MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "1x33", "32x32", "33x1", "128x128", "256x256")]
 EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
 SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
+SMALL_KERNELS = ["carry_33x96_*", "sift_1x65x33_float32_*", "correct_1x65x33x288_float32", "draw_1_64_128"]
 # The builds for sm_90 that Triton's interpreter runs, and those that only the exhaustive tests run.
 INTERPRETED = [
-    *("gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16"),
+    *("gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", *SMALL_KERNELS),
     *("quantize_65x97_bfloat16_rows_packed_*", "quantize_65x97_float32_rows_packed-0.75-32x32_*"),
-    *("carry_33x96_*", "sift_1x65x33_float32_*", "correct_1x65x33x288_float32", "draw_1_64_128"),
+    *("quantize_*_200x160_*", "cast_208x144_*", "cast_*_208x144"),
 ]
 MORE_INTERPRETED = [
     *("block16_65x97_nvfp4_*", "block16_65x97_quartet2_gradient_[02]", "block16_65x97_ue5m3_gradient_1"),
@@ -53,7 +54,7 @@ BUILDS = {
         *(*LLAMA, *EXPERTS, *STEP, "quantize_8192x4096_bfloat16_rows_packed-sr_columns_packed-sr"),
     ],
     "sm_90": [
-        *(LLAMA[0], *SMALL_GEMMS, *STEP, *INTERPRETED),
+        *(LLAMA[0], *SMALL_GEMMS, *STEP, *SMALL_KERNELS),
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
         *("carry_8192x4096_*", "carry_8192x28672_*", "correct_1x8192x6144x4096_*"),
     ],

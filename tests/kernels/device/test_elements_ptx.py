@@ -1,13 +1,11 @@
 """The inline assembly for Hopper, run by `ptx`, against the definitions."""
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from support import ptx
 
 from mxjax.kernels.device import stochastic_ptx
-from mxjax.kernels.matmul import carry
 from mxjax.numerics.array import float4_codes
 from mxjax.numerics.formats import E2M1
 from mxjax.numerics.philox import philox_4x32
@@ -51,17 +49,3 @@ def test_encode_stochastic(factor, text):
     codes = np.asarray(float4_codes(rounded)).astype(np.uint32)
     wanted = np.bitwise_or.reduce([code << np.uint32(4 * i) for i, code in enumerate(codes)])
     np.testing.assert_array_equal(got, wanted)
-
-
-@pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
-def test_decode_by_bytes(carrier):
-    """The bytes of codes 0 to 7 are chosen by the nibbles of a word, and their signs set."""
-    words = np.random.default_rng(7).integers(0, 2**32, N, np.uint32)
-    dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[carrier]
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 4
-    low, high = values.astype(dtype).view("<u4")
-    got = ptx.run(carry._DECODE.value, r2=words, r3=low, r4=high)
-    carried = np.stack([got["$0"], got["$1"]], -1).view(np.uint8)
-    code = words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
-    expected = np.where(code & 8, -values[code & 7], values[code & 7]).astype(dtype)
-    np.testing.assert_array_equal(carried, expected.view(np.uint8))

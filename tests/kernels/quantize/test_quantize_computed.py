@@ -12,9 +12,7 @@ from support.quantizer import with_operand
 from triton.runtime.interpreter import interpreter_builder
 
 import mxjax
-from mxjax.kernels.cases.quantize import _H16, _PLAIN, computed_build
 from mxjax.kernels.quantize.quantizer import quantize_computed
-from mxjax.kernels.selftest.kernels import run_build
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed, rms_norm, swiglu
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.product import Product
@@ -93,11 +91,6 @@ def test_gates_tiles_end_where_those_of_the_up_projection_begin(on_hopper, monke
     got = quantize_computed(x, ROWS, COLUMNS[0])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("kind", ["normed", "gated", "gradient"])
-def test_builds_name_what_the_kernels_write(on_hopper, kind):
-    assert run_build(computed_build(kind, (200, 160), (_PLAIN, _H16))) == {}
 
 
 def make_layer(kind, seen, policies=(H16, H16), implementation="fp8_carriers"):
