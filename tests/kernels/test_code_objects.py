@@ -143,15 +143,6 @@ def test_arguments_are_those_of_the_cubins(builds, target):
         assert record["block"] == [int(threads[1]), 1, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", aot.TARGETS)
-def test_arrays_come_in_the_order_of_the_kernel(builds, target):
-    for _, record in records(builds, target):
-        names, count = find_kernel(record).arg_names, len(record["arguments"])
-        assert [a["name"] for a in record["arguments"]] == names[:count]
-        assert set(record["constants"]) == set(names[count:])
-
-
 def test_refuses_another_order_or_type():
     [build] = [b for b in aot.list_builds("matmul", "gfx950") if b.name == "gemm_1x1x1x32_float32"]
     types = dict.fromkeys(build.signature, "i8") | {"out": "f32"}
