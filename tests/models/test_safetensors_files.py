@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models.huggingface.files import DTYPES, INDEX, SINGLE, Reader, Spec, Writer, _shards
+from models.huggingface.files import DTYPES, INDEX, SINGLE, Reader, Spec, Writer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "huggingface"
 LARGE = 2**30
@@ -48,38 +48,6 @@ def test_what_is_written_is_read(tmp_path):
         assert reader.specs == specs(VALUES)
         for name, value in VALUES.items():
             np.testing.assert_array_equal(reader.read(name), value)
-
-
-def test_shards_are_transformers_own():
-    """transformers 4.57 and 5.23 wrote these, with these largest sizes."""
-    for name, largest in (("llama3.1", 40_000), ("llama3.2", 20_000)):
-        with Reader(GOLDEN / name) as reader:
-            order = huggingface_order(reader.specs)
-            assert [sorted(s) for s in shard_names(order, reader.specs, largest)] == theirs(GOLDEN / name)
-
-
-def huggingface_order(found):
-    """Tensors in the order of the model's state: the one in which transformers fills shards."""
-    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate", "up_proj", "down")
-    parts = ("embed", *attention, *mlp, "input", "post", "model.norm", "lm_head")
-
-    def place(name):
-        part = next(i for i, part in enumerate(parts) if part in name)
-        layer = int(name.split(".")[2]) if "layers" in name else 99 if part > 0 else -1
-        return layer, part
-
-    return sorted(found, key=place)
-
-
-def shard_names(order, found, largest):
-    return _shards({name: found[name] for name in order}, largest)
-
-
-def theirs(folder):
-    shards = {}
-    for tensor, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
-        shards.setdefault(file, []).append(tensor)
-    return [sorted(shards[file]) for file in sorted(shards)]
 
 
 def copy(tmp_path, name="llama3.1"):
