@@ -13,9 +13,6 @@ names below, MODE one of floor, rceil, ceil, even.
     FMT/DT/MODE/SECTION/codes     [rows, 64] uint8, one code a byte; FMT is mxfp8_e4m3,
     FMT/DT/MODE/SECTION/scale     [rows, 2]    mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2; MODE floor,
                                   rceil; SECTION gauss, special, for mxfp8 threshold too
-    nvfp4/DT/{block,tensor}/codes [rows, 32] uint8, of the section gauss, blocks of 16
-    nvfp4/DT/{block,tensor}/scale [rows, 4]  uint8, E4M3
-    nvfp4/DT/tensor/tensor_scale  []         float32, amax / (448 * 6)
     special_names                 [blocks]   what each block of the section special holds
     versions                      [n]        versions this file was made with
 
@@ -52,10 +49,6 @@ the mode rounds it):
                 scale byte is then one too small, and the largest elements saturate. It
                 is seen at mantissa "1.5 + ulp" (1.75 + ulp for FP8) in threshold and
                 special. bf16 inputs are too coarse for it.
-    nvfp4       The block scale is clamped to [2**-6, 448] before rounding to E4M3, so a
-                small or zero block has byte 8, not 0. Elements are multiplied by the
-                float32 value (1 / tensor_scale) / scale, not divided, which moves a few
-                ties.
 
 Everything else follows that rule, -0.0 keeps its sign, and a block of zeros has byte 0.
 """
@@ -68,7 +61,6 @@ import numpy as np
 import torch
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
-from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 EXPONENTS = (-126, -125, -124, -60, 0, 1, 17, 127)
 TIE_SCALES = (-127, -126, -125, -124, -100, -20, -3, -1, 0, 1, 7, 60, 124, 125)
@@ -200,13 +192,6 @@ def main():
                     key = f"{fmt}/{dt}/{mode}/{section}"
                     out[f"{key}/scale"] = scale.view(torch.uint8).numpy()
                     out[f"{key}/codes"] = codes.view(torch.uint8).numpy()
-            if section == "gauss":
-                tensor_scale = per_tensor_amax_to_scale(x.abs().max())
-                out[f"nvfp4/{dt}/tensor/tensor_scale"] = tensor_scale.numpy()
-                for kind, ts in (("block", None), ("tensor", tensor_scale)):
-                    scale, codes = nvfp4_quantize(x, 16, ts)
-                    out[f"nvfp4/{dt}/{kind}/scale"] = scale.view(torch.uint8).numpy()
-                    out[f"nvfp4/{dt}/{kind}/codes"] = codes.numpy()
     out["special_names"] = np.array(names)
     versions = [f"{p} {importlib.metadata.version(p)}" for p in ("torch", "torchao", "numpy")]
     out["versions"] = np.array([f"python {platform.python_version()}", *versions])
