@@ -123,11 +123,9 @@ def step_memory(
     """Returns the memory of a step on each device.
 
     Args:
-      config, policies: the model and the policy of every layer.
       params, opt_state: arrays, whose shards on a device count, or their shapes and dtypes.
       frozen: those of the parameters to which `params` are adapters; None without --lora.
       batch_size: sequences a step, on all devices.
-      seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
       remat, implementation, documents: as in `decoder.mean_loss`.
@@ -192,10 +190,8 @@ def kept_bytes(loss, params: Any, batch_shape: tuple[int, int], frozen: Any = No
     """
 
     def backward(params, frozen, batch, key):
-        def of_params(p):
-            return loss(p if frozen is None else lora.attach(p, frozen), batch, key=key)
-
-        return jax.vjp(of_params, params)[1]
+        whole = (lambda p: p) if frozen is None else functools.partial(lora.attach, frozen=frozen)
+        return jax.vjp(lambda p: loss(whole(p), batch, key=key), params)[1]
 
     trees = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, frozen))
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -87,8 +87,6 @@ def model_card(
     """Returns README.md of an export: data, policy, tokens, loss, versions, commit and command.
 
     Args:
-      saved: config.json of the run.
-      step: the exported step.
       stored: how the weights are stored.
       weights: which weights; the loss is theirs.
     """

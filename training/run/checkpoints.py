@@ -67,7 +67,6 @@ class Checkpoints:
         """Opens the folder.
 
         Args:
-          folder: the checkpoints' folder.
           keep: number of newest checkpoints to keep, and remove unfinished ones; None keeps everything.
           losses: evaluation losses by step; the checkpoint with the lowest loss is kept as well.
           check_place: raises an error of its own if the folder is no longer this run's.
@@ -156,7 +155,6 @@ class Checkpoints:
         For a run that has not begun, see `save_params`, it returns `like` with saved parameters, and None.
 
         Args:
-          like: a state of the run.
           step: the checkpoint's step, whose files are checked for damage. Default: the newest, where
             `checksums.set_aside_damaged` has looked for it.
         Raises:

@@ -38,7 +38,6 @@ def write(folder: pathlib.Path, step: int) -> None:
     Checksums that `write_part` has computed are reused; its files are removed.
 
     Args:
-      folder: the checkpoint's folder.
       step: the step of the state in it, which is to be the folder's name.
     """
     parts = list(folder.glob(_PART.format("*")))
@@ -75,7 +74,6 @@ def problems(
     used.
 
     Args:
-      folder: the checkpoint's folder.
       largest: size in bytes above which only a file's size is compared.
       share: (i, n) checks every n-th file from the i-th on, largest first.
       item: checks the files of this item alone, such as params.

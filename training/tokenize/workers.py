@@ -114,10 +114,6 @@ def make(
     """Makes the shards with the given numbers and yields each one when it is done.
 
     Args:
-      job: everything that a worker needs.
-      files: all input files.
-      numbers: the shards to make.
-      processes: number of worker processes.
       show: called several times a second with the bytes read and the tokens made so far.
     Raises:
       ValueError: a file cannot be read, or a process was killed. Finished shards are kept.
