@@ -104,13 +104,9 @@ def read_sets(arguments: EvalConfig, restored: Restored) -> list[EvaluationSet]:
         data, n_sequences = dataclasses.replace(data, batch_size=size), None
     tokens, paths = read_tokens(arguments, config, vocab_size)
     found = make_sets(tokens, data, n_batches, vocab_size, n_sequences, paths)
-    return [one._replace(batches=_regrouped(one.batches, size)) for one in found]
-
-
-def _regrouped(batches: list[Batch], size: int) -> list[Batch]:
-    """Returns the same sequences in batches of `size`."""
-    sequences = np.concatenate(batches)
-    return [sequences[i : i + size] for i in range(0, len(sequences), size)]
+    whole = (np.concatenate(one.batches) for one in found)
+    batches = ([rows[i : i + size] for i in range(0, len(rows), size)] for rows in whole)
+    return [one._replace(batches=each) for one, each in zip(found, batches, strict=True)]
 
 
 def read_tokens(

@@ -81,7 +81,8 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     lengths = lengths_of(groups, base)
     compared = [group for group in groups if group not in lengths]
     means: dict[str, Losses] = {group.name: group.curve("validation") for group in groups}
-    references = {c.name: dict(c.losses) for c in mlperf.PUBLISHED_CURVES} if published else {}
+    curves = mlperf.PUBLISHED_CURVES.items() if published else ()
+    references = {name: dict(losses) for name, losses in curves}
     unit = "sequences" if published else "tokens"
     result = {
         "target": target,

@@ -132,7 +132,6 @@ def causal_attention(
     recomputes their scores: memory grows with B N PIECE S instead of B N S**2.
 
     Args:
-      q_BSNH, k_BSGH, v_BSGH: queries, keys and values.
       first_key_BS: the first key that each query sees, from `documents.first_keys`; None is 0.
       sinks_N: a logit of each head that joins the softmax of every query, and has no value.
     """

@@ -102,7 +102,6 @@ def choose_operands(
     Args:
       layers: the run's policies at the exported step; None for weights that were imported.
       rule: MXFP4's scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
-      number: the format.
       adapted: the weights hold merged adapters, which the Fprop multiplies apart, in bfloat16.
     Raises:
       ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or, in
