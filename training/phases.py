@@ -142,7 +142,6 @@ def phase_at(phases: tuple[Phase, ...], step: int) -> Phase:
 
 
 def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
-    """Returns the first step and the policy, as text, of each part of a schedule."""
     first, *rest = (part.strip() for part in text.split(";"))
     if begins := _LATER.fullmatch(first):
         if "," in first:

@@ -78,7 +78,6 @@ def split(grams: Grams) -> Split:
 
 
 def _numbers(g: Grams) -> list[float]:
-    """Returns the numbers of a `Split`."""
     error, gradient = np.trace(g.ee), np.trace(g.gg)
     along = _between(g.eg) / _between(g.gg)
     across = np.sqrt(max(_between(g.ee) / _between(g.gg) - along**2, 0.0))

@@ -78,7 +78,6 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
 
 
 def _packed(batch: int, rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a packed operand and of its scales."""
     return _shaped("uint8", batch, rows, k // 2), _shaped("uint8", batch, rows, k // BLOCK)
 
 

@@ -244,7 +244,6 @@ _COMPUTED_NAMES = {"normed": "normed", "gated": "gated_result", "gradient": "gat
 
 
 def _options(side: _Side | None, form: Form) -> dict[str, Any] | None:
-    """Returns a side as `mxjax.kernels.cases.expected_operands.InputOptions`."""
     if side is None:
         return None
     o, rotation = side

@@ -127,8 +127,6 @@ def make_record(build: Build, target: str, compiled: CompiledKernel, resource_us
 
 
 class _Code(NamedTuple):
-    """Counts taken from a kernel's assembly."""
-
     fields: list[dict[str, Any]]
     kernarg_bytes: int
     resources: dict[str, int]

@@ -209,7 +209,6 @@ def _draw(shape: GemmShape) -> list[jax.Array]:
 
 @functools.lru_cache(1)
 def _tensors(shape: GemmShape) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the operands and the product."""
     operands = jax.jit(functools.partial(_draw, shape))()
     return operands, _program(BASELINES[0], shape)(*_decoded_from(operands, jnp.bfloat16))
 

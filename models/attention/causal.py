@@ -154,7 +154,6 @@ def causal_attention(
 
 
 def _unfused_attention(q_BSNH, k_BSGH, v_BSGH, first_key_BS, sinks_N) -> Float[Array, "B S N H"]:
-    """Returns `causal_attention` through XLA."""
     length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
         position_S = jnp.arange(length)

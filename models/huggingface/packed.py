@@ -188,7 +188,6 @@ class PackedReader(Reader):
         return packed, scales
 
     def _join(self, module: str) -> None:
-        """Replaces the specs of a packed matrix by that of the matrix."""
         layout = self._layout
         shape = getattr(self.specs.get(f"{module}.{layout.weight}"), "shape", ())
         rows, half = shape if len(shape) == 2 else (0, 0)

@@ -169,7 +169,6 @@ def _matrices(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
 
 
 def _other_layer(name: str) -> str:
-    """Returns the name of the other layer of a block's experts."""
     block, _, layer = name.rpartition(".")
     return f"{block}.{'down' if layer == 'gate_up' else 'gate_up'}"
 

@@ -146,7 +146,6 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def _cell(raw: Any, like: Cell, folder: pathlib.Path) -> Cell:
-    """Returns the cell that a text or an object describes."""
     if isinstance(raw, str) and (found := _WITH_RULES.fullmatch(raw)):
         return dataclasses.replace(like, policy=found[1], rules=found[2])
     if isinstance(raw, str):

@@ -131,8 +131,6 @@ def export_checkpoint(
 
 
 class _Source(NamedTuple):
-    """A run to export: its folder, its config.json, its model and the parameters."""
-
     run: pathlib.Path
     saved: dict[str, Any]
     config: DecoderConfig

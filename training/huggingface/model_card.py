@@ -73,7 +73,6 @@ def adapters_in_words(folder: pathlib.Path, step: int) -> str:
 
 
 def _in_words(model: DecoderConfig) -> str:
-    """Returns the architecture and the sizes of a model."""
     name = ARCHITECTURES[model_type(model)].name
     return (
         f"{name} with {model.n_params:,} parameters, {model.n_layers} blocks of width {model.d_model:,} and "

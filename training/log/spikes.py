@@ -51,7 +51,6 @@ class RecentSteps:
     """The last steps, with which the next one is compared."""
 
     def __init__(self):
-        """Begins without any."""
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self._norms: collections.deque[float] = collections.deque(maxlen=RECENT)
 

@@ -200,7 +200,6 @@ def quantized_weights(
 
 
 def _seen(operand: Operand, w: jax.Array) -> jax.Array:
-    """Returns a weight as quantized by the operand."""
     return dequantize(quantize_unpacked(w, operand, -2, None))
 
 

@@ -105,7 +105,6 @@ def make_optimizer(
 
 
 def _muon(config: OptimizerConfig, model: DecoderConfig) -> optax.GradientTransformation:
-    """Returns Muon for the blocks' matrices, and AdamW for the others."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     parts: dict[Hashable, optax.GradientTransformation] = {
         "muon": _decaying(muon(model, config.momentum, config.consistent_rms), config),

@@ -285,7 +285,6 @@ class Checkpoints:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _partial(self) -> pathlib.Path:
-        """Returns the folder of the unfinished checkpoint."""
         assert self._saving is not None
         return next(self._folder.glob(f"{self._saving.step}.orbax-checkpoint-tmp*"))
 
@@ -378,7 +377,6 @@ def _is_no_orbax_error(record: logging.LogRecord) -> bool:
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """Returns everything in a state except the parameters and the frozen ones."""
     rest = state._asdict()
     del rest["params"], rest["frozen"]
     return rest

@@ -99,13 +99,11 @@ def problems(
 
 
 def _files(folder: pathlib.Path) -> dict[str, int]:
-    """Returns the size of each file to list, by name."""
     paths = ((path, path.relative_to(folder).as_posix()) for path in folder.rglob("*") if path.is_file())
     return {name: path.stat().st_size for path, name in sorted(paths) if name not in _COMPLETED_LATER}
 
 
 def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-    """Returns the size and checksum of each file, by name."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         sums = pool.map(lambda name: (sizes[name], crc32_of(folder / name)), sizes)
         return dict(zip(sizes, sums, strict=True))

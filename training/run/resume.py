@@ -120,7 +120,6 @@ def check_same_run(config: Config, begun: Config, folder: pathlib.Path, taken: i
 
 
 def _branches(config: Config) -> bool:
-    """Returns whether the configuration is that of a branch that has not begun."""
     return config.branch is not None and not config.resume
 
 

@@ -306,7 +306,6 @@ class Run:
         )
 
     def _is_on_target(self, n: int) -> bool:
-        """Returns whether the evaluation after step n reached the target; False without one."""
         target = self.plan.config.target_loss
         return target is not None and self.checkpoints.losses.get(n, math.inf) <= target
 
@@ -315,7 +314,6 @@ class Run:
         return n % every == 0 or n == self.plan.config.last_step
 
     def _last_of(self, phase: Phase) -> int:
-        """Returns the last step of a phase in this invocation."""
         later = (p.first_step - 1 for p in self.plan.phases if p.first_step > phase.first_step)
         return min(next(later, self.plan.config.steps), self.plan.config.last_step)
 
