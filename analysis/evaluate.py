@@ -19,14 +19,7 @@ from training.data.evaluation_sets import (
     evaluate_sets,
     parse_eval_data,
 )
-from training.data.load import (
-    Tokens,
-    documents_of,
-    held_out_tokens,
-    load_data,
-    load_held_out,
-    make_sets,
-)
+from training.data.load import Tokens, documents_of, held_out_tokens, load_data, load_held_out, make_sets
 from training.files import make_absolute
 from training.flags.ranges import COUNT, check_ranges
 from training.process.start import program_name

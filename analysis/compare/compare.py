@@ -11,13 +11,7 @@ import tyro
 from analysis.compare.health import health_of, health_tables
 from analysis.compare.losses import lengths_of, statistics_of, statistics_table, token_statistics, token_table
 from analysis.compare.plot import check_format, plot
-from analysis.compare.runs import (
-    Group,
-    Losses,
-    differing_settings,
-    group_by_configuration,
-    read_runs,
-)
+from analysis.compare.runs import Group, Losses, differing_settings, group_by_configuration, read_runs
 from analysis.runs import RecordedRun
 from training.files import check_parent, make_absolute
 from training.flags import mlperf

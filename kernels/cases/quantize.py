@@ -216,11 +216,7 @@ def cast_computed_build(kind: ComputedKind, shape: tuple[int, int]) -> Build:
     factor = jax.ShapeDtypeStruct((1,), "float32")
     product, gradient, normed = (jax.ShapeDtypeStruct((1, r, n), "bfloat16") for n in (2 * c, c, c))
     arrays = {
-        "normed": (
-            normed,
-            jax.ShapeDtypeStruct((1, r), "float32"),
-            jax.ShapeDtypeStruct((1, c), "bfloat16"),
-        ),
+        "normed": (normed, jax.ShapeDtypeStruct((1, r), "float32"), jax.ShapeDtypeStruct((1, c), "bfloat16")),
         "gated": (product, factor),
         "gradient": (product, factor, gradient, factor),
     }[kind]

@@ -230,7 +230,4 @@ def _array(name: str, argument: Argument) -> dict[str, Any]:
 
 
 def _count(instructions) -> dict[str, dict[str, int]]:
-    return {
-        "classes": assembly.count_classes(instructions),
-        "opcodes": assembly.count_opcodes(instructions),
-    }
+    return {"classes": assembly.count_classes(instructions), "opcodes": assembly.count_opcodes(instructions)}

@@ -226,8 +226,7 @@ def _check_features(raw: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     known = {*_ONLY, *_PER_LAYER, *_OF_OTHERS, *_READ, *_WITHOUT_EFFECT, *own}
     if unknown := sorted(n for n in raw if raw[n] and n not in known and not n.startswith("_")):
         _log.warning(
-            "config.json: %s: unknown fields, ignored; check that the model needs none",
-            short(unknown),
+            "config.json: %s: unknown fields, ignored; check that the model needs none", short(unknown)
         )
 
 

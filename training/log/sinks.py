@@ -99,10 +99,7 @@ class WandbRun:
                 resume="allow",
                 mode=mode,
                 settings=wandb.Settings(
-                    console="off",
-                    login_timeout=_PATIENCE,
-                    init_timeout=_PATIENCE,
-                    finish_timeout=_PATIENCE,
+                    console="off", login_timeout=_PATIENCE, init_timeout=_PATIENCE, finish_timeout=_PATIENCE
                 ),
             )
 

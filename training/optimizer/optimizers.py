@@ -89,12 +89,7 @@ def make_optimizer(
         direction = _decaying(optax.trace(config.momentum), config)
     else:
         direction = optax.adamw(
-            1.0,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=mask,
+            1.0, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=mask
         )
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip),

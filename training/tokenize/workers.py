@@ -22,13 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from training.data.tokenizer import SpecialTokens, load_tokenizer
-from training.files import (
-    problem,
-    read_checked,
-    size_and_crc32,
-    temporary_path,
-    to_checked,
-)
+from training.files import problem, read_checked, size_and_crc32, temporary_path, to_checked
 from training.tokenize.documents import Document, Documents, Problem
 
 _BATCH = 2**17  # characters encoded at a time
