@@ -151,7 +151,8 @@ def step_memory(
     block = max(_block_bytes(config.block(i), tokens) for i in range(config.n_layers)) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
-    largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
+    logits = (10 * min(tokens, LOSS_TOKENS) + 6 * config.d_model) * config.vocab_size
+    largest = max(again + block, logits - gradients, update - activations)
     return Memory(
         parameters=own + device_bytes(frozen),
         optimizer=device_bytes(opt_state),
@@ -219,7 +220,3 @@ def _block_bytes(c: DecoderConfig, tokens: int) -> int:
     weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim) + c.mlp_size
     rows = tokens * (1 if c.experts is None else c.experts.active + (c.experts.shared or 0))
     return 32 * rows * c.d_ff + 6 * weights
-
-
-def _logits_bytes(c: DecoderConfig, tokens: int) -> int:
-    return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size
