@@ -48,11 +48,12 @@ class Work(NamedTuple):
 
 def work_of(plan: Plan) -> Work:
     """Returns the work of a run's steps."""
-    data, experts = plan.config.data, plan.model.experts
-    flops = data.tokens_a_step * plan.model.flops_per_token(data.seq_len)
+    config, experts = plan.config, plan.model.experts
+    tokens = config.data.tokens_a_step
+    flops = tokens * plan.model.flops_per_token(config.data.seq_len)
     # On the host: it must not wait for the device.
-    schedule = learning_rate(plan.config.optimizer, plan.config.steps, np)
-    work = Work(data.batch_size, data.tokens_a_step, flops, schedule)
+    schedule = learning_rate(config.optimizer, config.steps, np)
+    work = Work(config.data.batch_size, tokens, flops, schedule)
     return work if experts is None else work._replace(details=lambda aux: summary(experts, aux.routing))
 
 

@@ -62,7 +62,11 @@ from training.run.resume import (
     extend_phases,
     last_checkpoint,
 )
-from training.run.tokens import checked_tokens, how_to_tokenize, own_tokenizer
+from training.run.tokens import (
+    checked_tokens,
+    how_to_tokenize,
+    own_tokenizer,
+)
 from training.sharding import check_batch, check_shards, make_mesh, parse_mesh
 
 # Everything that a run killed before its config.json leaves behind.
