@@ -19,14 +19,7 @@ from training.data.evaluation_sets import (
     evaluate_sets,
     parse_eval_data,
 )
-from training.data.load import (
-    Tokens,
-    documents_of,
-    held_out_tokens,
-    load_data,
-    load_held_out,
-    make_sets,
-)
+from training.data.load import Tokens, documents_of, held_out_tokens, load_data, load_held_out, make_sets
 from training.files import make_absolute
 from training.flags.ranges import COUNT, check_ranges
 from training.process.start import program_name
@@ -104,13 +97,9 @@ def read_sets(arguments: EvalConfig, restored: Restored) -> list[EvaluationSet]:
         data, n_sequences = dataclasses.replace(data, batch_size=size), None
     tokens, paths = read_tokens(arguments, config, vocab_size)
     found = make_sets(tokens, data, n_batches, vocab_size, n_sequences, paths)
-    return [one._replace(batches=_regrouped(one.batches, size)) for one in found]
-
-
-def _regrouped(batches: list[Batch], size: int) -> list[Batch]:
-    """Returns the same sequences in batches of `size`."""
-    sequences = np.concatenate(batches)
-    return [sequences[i : i + size] for i in range(0, len(sequences), size)]
+    whole = (np.concatenate(one.batches) for one in found)
+    batches = ([rows[i : i + size] for i in range(0, len(rows), size)] for rows in whole)
+    return [one._replace(batches=each) for one, each in zip(found, batches, strict=True)]
 
 
 def read_tokens(

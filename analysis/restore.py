@@ -21,7 +21,7 @@ from training.config import Config, PrecisionConfig, parse_rules
 from training.files import make_absolute
 from training.log.metrics import best_step
 from training.optimizer.delayed import without_histories
-from training.phases import Phase, phase_at, phases_of, phases_of_run, with_exceptions, with_scale_rule
+from training.phases import Phase, phase_at, phases_of, phases_of_run, with_scale_rule
 from training.process.environment import start_jax
 from training.process.start import program_name
 from training.run.checkpoints import Checkpoints, Weights
@@ -163,5 +163,6 @@ def choose_phases(
             f"--set changes the fields of --policy: name the policy too, such as the run's: --policy {own}"
         )
     phases = phases_of_run(saved, config, layer_policies)
-    phases = tuple(with_exceptions(phase, parse_rules(arguments.layers)) for phase in phases)
+    rules = parse_rules(arguments.layers)
+    phases = tuple(phase._replace(layers=phase.layers.with_rules(rules)) for phase in phases)
     return phases if rule is None else with_scale_rule(phases, rule)

@@ -149,7 +149,8 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
     data = restored.config.data.data
     begun = begun_run(run) is not None
     indexed = begun and bool(data) and is_indexed(data)
-    if begun and data and not (indexed or _reads_bytes(restored)) and not pathlib.Path(data[0]).exists():
+    reads_bytes = restored.model.vocab_size == VOCAB_SIZE  # that of text, so that the data was no dataset
+    if begun and data and not (indexed or reads_bytes) and not pathlib.Path(data[0]).exists():
         raise ValueError(
             f"{data[0]}, which {run} was trained on, is gone, so that its tokenizer is unknown; put it back, "
             "or of a dataset its .idx and .tokenizer.json"
@@ -160,11 +161,6 @@ def codec_of(run: pathlib.Path, restored: Restored) -> Codec:
     if path is None:
         raise ValueError(f"{run} has no tokenizer; one of {', '.join(map(str, paths))} must exist")
     return _tokenizer_codec(path, restored.documents)
-
-
-def _reads_bytes(restored: Restored) -> bool:
-    """Whether the model's vocabulary is that of text, so that its data was no dataset."""
-    return restored.model.vocab_size == VOCAB_SIZE
 
 
 def _tokenizer_codec(path: pathlib.Path, documents: Documents | None) -> Codec:

@@ -96,12 +96,7 @@ def standard_deviation(values: Sequence[float]) -> float:
 
 
 def detectable(sd: float, n: int) -> float:
-    """Returns the mean that a two-sided t-test at 5 % finds in a share POWER of repetitions; NaN for n < 2.
-
-    Args:
-      sd: standard deviation of the values, such as differences of pairs.
-      n: number of values.
-    """
+    """Returns the mean that a two-sided t-test at 5 % finds in a share POWER of cases; NaN for n < 2."""
     if n < 2 or math.isnan(sd):
         return math.nan
     from scipy import special

@@ -6,6 +6,7 @@ bfloat16. On several devices FSDP2 shards each decoder layer, and each layer is 
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import time
@@ -157,7 +158,7 @@ def run_rank(rank: int, job: Job, path: pathlib.Path) -> None:
     try:
         outcome = measure(job, rank)
         if rank == 0:
-            train_worker.write_outcome(path, outcome)
+            path.write_text(json.dumps(outcome))
     finally:
         dist.destroy_process_group()
 
@@ -166,7 +167,7 @@ def main() -> None:
     """Measures the job that the command line names."""
     job, path = train_worker.read_job()
     if job.devices == 1:
-        train_worker.write_outcome(path, measure(job, 0))
+        path.write_text(json.dumps(measure(job, 0)))
         return
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
     torch.multiprocessing.spawn(run_rank, (job, path), nprocs=job.devices)

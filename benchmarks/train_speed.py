@@ -199,7 +199,7 @@ def _without_places(given: Sequence[str]) -> list[str]:
     """Removes the flags that name files of this machine from a command line."""
     flags = ("--out", "--cache", "--profile", "--data")
     places = {i for i, word in enumerate(given) if word in flags}
-    words = [word for i, word in enumerate(given) if i not in places and i - 1 not in places]
+    words = [word for i, word in enumerate(given) if not places & {i, i - 1}]
     return [word for word in words if not word.startswith(tuple(f"{flag}=" for flag in flags))]
 
 
@@ -311,13 +311,14 @@ def lines(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         device = mine[0]["environment"]["device"]
         peak = peak_flops(device)
         flops, windows = speed["flops_per_s_per_device"], at(mine)
+        first, *later = windows.values() or [math.nan]
         found.append(
             {
                 "name": name + (", loss in chunks" if mine[0]["job"]["loss"] == "chunked" else ""),
                 "rounds": len(mine),
                 "step_seconds": {"median": median, "p10": p10, "p90": p90},
                 "step_seconds_at": windows,
-                "slowest_of_first": slowest_of_first(windows),
+                "slowest_of_first": max(later) / first if later else None,
                 "tokens_per_s": speed["tokens_per_s"],
                 "flops_per_s_per_device": flops,
                 "mfu": flops / peak if peak else None,
@@ -348,12 +349,6 @@ def at(runs: list[dict[str, Any]]) -> dict[int, float]:
     return found
 
 
-def slowest_of_first(windows: dict[int, float]) -> float | None:
-    """Returns the slowest window's seconds relative to the first window's; None if there are not two."""
-    first, *later = windows.values() or [math.nan]
-    return max(later) / first if later else None
-
-
 def print_report(report: dict[str, Any]) -> None:
     """Prints the table, the profiles, and the runs that are absent."""
     header = (
@@ -371,7 +366,9 @@ def print_report(report: dict[str, Any]) -> None:
         numbers += [f"{line['compile_seconds']:.0f}"]
         numbers += [f"{line[k]:.3f}" if line[k] else "-" for k in ("of_bf16", "of_peer")]
         rows.append([line["name"], *numbers, f"{line['first_loss']:.4f}", f"{line['last_loss']:.4f}"])
-    print(f"\nSteps on {_described(report['data'])}\n")
+    data = report["data"]  # "random tokens", or the facts of a text
+    said = data if isinstance(data, str) else f"{data['source']}, {data['train_tokens']:,} tokens"
+    print(f"\nSteps on {said}\n")
     print(table(f"{header} | x bf16 | x PyTorch | first loss | last loss", rows, padded=True))
     for run in report["runs"]:
         if "trace" in run:
@@ -382,11 +379,6 @@ def print_report(report: dict[str, Any]) -> None:
         if "whole_loss" in run:
             print(f"{run['name']}: loss in chunks, since with transformers' own: {run['whole_loss']}")
     print()
-
-
-def _described(data: dict[str, Any] | str) -> str:
-    """Returns what was trained on: the name of a text and its number of tokens, or "random tokens"."""
-    return data if isinstance(data, str) else f"{data['source']}, {data['train_tokens']:,} tokens"
 
 
 def _percent(fraction: float | None) -> str:

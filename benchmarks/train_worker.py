@@ -145,7 +145,6 @@ def write_tokens(path: pathlib.Path, job: Job, data: str | None) -> dict[str, in
     Returns the identity of the data: the name of its source, its sizes, and a checksum.
 
     Args:
-      path: the .npy file to write.
       job: any of the jobs, which agree in model, batch, sequence length and number of steps.
       data: a text file, a folder or a dataset's prefix, as train.py's --data; None reads the source of
         Python's standard library as bytes.
@@ -382,15 +381,10 @@ def read_job() -> tuple[Job, pathlib.Path]:
     return Job(**json.loads(job.read_text())), outcome
 
 
-def write_outcome(path: pathlib.Path, outcome: dict[str, Any]) -> None:
-    """Writes the outcome for the parent process."""
-    path.write_text(json.dumps(outcome))
-
-
 def main() -> None:
     """Measures the job that the command line names."""
     job, path = read_job()
-    write_outcome(path, run(job))
+    path.write_text(json.dumps(run(job)))
 
 
 if __name__ == "__main__":

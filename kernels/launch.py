@@ -129,7 +129,6 @@ def triton_call(
 
 
 def _interpret(kernel, arrays, out, grid, constants, in_place, multiplies) -> list[jax.Array]:
-    """Returns what a kernel writes in Triton's interpreter; see `triton_call`."""
     _interpreter_thread()
     wide = {jnp.dtype(jnp.bfloat16): jnp.float32} if multiplies else {}
     made = tuple(jax.ShapeDtypeStruct(o.shape, wide.get(jnp.dtype(o.dtype), o.dtype)) for o in out)

@@ -115,6 +115,5 @@ def _value(name: str, hint: Any, value: Any) -> Any:
 
 
 def _is_number(hint: type, value: Any) -> bool:
-    """Returns whether a value is an integer, or a number, below 2**31."""
     of_type = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
     return of_type and value < 2**31

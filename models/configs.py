@@ -273,16 +273,10 @@ CONFIGS: Mapping[str, DecoderConfig] = types.MappingProxyType(
         # "60m" with experts of half its width: the same products a token. With 64 narrow experts it has about
         # as many parameters.
         "moe-100m": DecoderConfig(
-            *(32_000, 512, 8, 8, 8, 64, 688),
-            rope_theta=10_000.0,
-            norm_eps=1e-6,
-            experts=_experts(8, 2),
+            *(32_000, 512, 8, 8, 8, 64, 688), rope_theta=10_000.0, norm_eps=1e-6, experts=_experts(8, 2)
         ),
         "moe-100m-64": DecoderConfig(
-            *(32_000, 512, 8, 8, 8, 64, 96),
-            rope_theta=10_000.0,
-            norm_eps=1e-6,
-            experts=_experts(64, 4),
+            *(32_000, 512, 8, 8, 8, 64, 96), rope_theta=10_000.0, norm_eps=1e-6, experts=_experts(64, 4)
         ),
         # Llama 3.2 1B's attention and experts of 3584: 1.0 billion of 3.1 billion parameters a token.
         "moe-1b": DecoderConfig(

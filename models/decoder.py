@@ -105,7 +105,6 @@ class Decoder(nnx.Module):
         what the routers did, stacked over blocks. The input is in the rows of `models.attention.context`.
 
         Args:
-          tokens_BS: token ids.
           policies: the policy of every layer, from `layer_policies`.
           key: random bits for policies that draw any; fold the step into it.
           dtype: dtype of the activations between layers.

@@ -121,9 +121,6 @@ def read(
     """Reads tokens from position `start` on; returns the logits of the next token, and the cache with them.
 
     Args:
-      config, params: the model.
-      options: how it runs.
-      tokens_BS: token ids.
       cache: holds the `start` tokens before, and has room for these.
       start: position of the first of the tokens.
       key: random bits for policies that draw any; each call needs its own.
@@ -189,8 +186,6 @@ def choose(
     """Returns a random token by softmax(logits / temperature) among the most probable ones.
 
     Args:
-      logits: of each token.
-      key: random key.
       temperature: 0, or less than float32's smallest normal number, takes the most probable token.
       top_p: draw among the fewest most probable tokens whose probabilities sum to at least this.
     Source: "The Curious Case of Neural Text Degeneration", arXiv 1904.09751, section 3.1.
@@ -224,8 +219,6 @@ def generate(
     """Yields `count` tokens that continue each sequence, one after another.
 
     Args:
-      config, params: the model.
-      options: how it runs.
       prompt_BS: at least one token.
       count: tokens to generate.
       key: draws the tokens, and the policy's random bits.

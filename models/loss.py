@@ -13,15 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from models.sharding import (
-    constrain,
-    gather,
-    is_data_parallel,
-    mesh_sizes,
-    row_parts,
-    spec,
-    sum_over_rows,
-)
+from models.sharding import constrain, gather, is_data_parallel, mesh_sizes, row_parts, spec, sum_over_rows
 from mxjax.policy import Policy
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.devices import on_gpu

@@ -82,7 +82,6 @@ def open_received(
     """Opens a file that somebody else made.
 
     Args:
-      path: the file.
       name: what messages call it, such as a flag and the path. Default: the path.
       largest: its largest size in bytes.
       text: whether it must be text.

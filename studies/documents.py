@@ -18,8 +18,6 @@ import pathlib
 import re
 from typing import Any
 
-from matplotlib.figure import Figure
-
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "mxjax",
@@ -29,11 +27,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 """The style of all figures under docs/. The same numbers give the same files."""
-
-
-def save(figure: Figure, path: pathlib.Path, creator: str) -> None:
-    """Writes a figure on white, which dark pages show too, without the date."""
-    figure.savefig(path, facecolor="white", metadata={"Date": None, "Creator": creator})
 
 
 def as_csv(markdown: str) -> str:
@@ -75,7 +68,6 @@ def fill(text: str, folder: pathlib.Path) -> str:
     """Returns the page with the numbers of all quotes as its tables have them.
 
     Args:
-      text: the page.
       folder: where its links begin.
     Raises:
       ValueError: a quote has no table, row or column, or more numbers than the cell.

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from analysis.statistics import Estimate, paired_difference
 from studies import gradients
-from studies.documents import STYLE, save
+from studies.documents import STYLE
 from studies.ladder.cells import BASELINE
 from studies.ladder.results import gather, read_runs
 from studies.ladder.studies import LADDER
@@ -158,7 +158,8 @@ def write_figures(out: pathlib.Path) -> None:
         }
         out.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
-            save(figure, out / f"{name}.svg", "studies.figures")
+            metadata = {"Date": None, "Creator": "studies.figures"}
+            figure.savefig(out / f"{name}.svg", facecolor="white", metadata=metadata)  # also on dark pages
 
 
 def main() -> None:

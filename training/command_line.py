@@ -12,7 +12,6 @@ import inspect
 import io
 import itertools
 import math
-import pathlib
 import re
 import shlex
 import sys
@@ -102,9 +101,6 @@ def command_and_flags[T](
 ) -> Callable[[], T]:
     """Parses the name of a command and its flags, which are the arguments of a function; see `flags`.
 
-    Args:
-      commands: the functions by name.
-      program, description: what `--help` says.
     Returns:
       A call of the named function with these flags.
     """
@@ -221,8 +217,10 @@ def in_one_line(box: str) -> str:
     their help twice.
     """
     lines = [_BORDER.sub("", line) for line in _COLOR.sub("", box).strip().splitlines()[1:]]
-    first, *others = (list(part) for is_rule, part in itertools.groupby(lines, _is_rule) if not is_rule)
-    message = re.sub("^Error parsing [A-Z]\\w*: ", "", _without_help(first)).rstrip(".")  # a class
+    parts = itertools.groupby(lines, lambda line: bool(line.strip(" ─-╰╯")))
+    first, *others = (list(part) for has_text, part in parts if has_text)
+    said = " ".join(line.strip() for line in first if not line.startswith(2 * _INDENT))
+    message = re.sub("^Error parsing [A-Z]\\w*: ", "", said).rstrip(".")  # a class
     similar = [
         flag
         for title, *rest in others
@@ -234,14 +232,6 @@ def in_one_line(box: str) -> str:
         message += f"{_SUGGESTION}{' or '.join(dict.fromkeys(similar))}?"
     commands = [" ".join(part).strip() for part in others if part[0].startswith("Available subcommands")]
     return "; ".join([message, *commands])
-
-
-def _is_rule(line: str) -> bool:
-    return not line.strip(" ─-╰╯")
-
-
-def _without_help(lines: list[str]) -> str:
-    return " ".join(line.strip() for line in lines if not line.startswith(2 * _INDENT))
 
 
 def mlperf_llama31_8b(batch_size: int = 32) -> Config:
@@ -299,29 +289,18 @@ def parse(argv: list[str] | None = None) -> Config:
     with contextlib.suppress(argparse.ArgumentError):  # tyro reports errors better
         known, _ = first.parse_known_args(argv)
         steps, decay = (n if n and COUNT.contains(n) else None for n in (known.steps, known.decay))
-        if known.resume and known.out and (begun := _begun_run(known.out, steps)) is not None:
-            # The devices may be others than those at the beginning.
-            own: dict[str, Any] = {"mesh": None, "devices": None, "distributed": False}
-            default = dataclasses.replace(begun, stop_after=None, expert_traffic=None, **own)
-        elif known.branch and not known.resume:
-            default = _branch_of(known.branch, decay, steps)
-        elif known.preset in PRESETS and known.batch_size > 0:
+        if known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
+        if known.resume or known.branch:
+            from training.run.resume import branch_defaults, extension_defaults  # here: it imports much
+
+            if not known.resume:
+                default = branch_defaults(known.branch, decay, steps)
+            elif known.out:
+                default = extension_defaults(known.out, steps) or default
     if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
         default = dataclasses.replace(default, precision=dataclasses.replace(default.precision, set=()))
     return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
-
-
-def _begun_run(folder: pathlib.Path, steps: int | None) -> Config | None:
-    from training.run.resume import extension_defaults  # here, because it imports much
-
-    return extension_defaults(folder, steps)
-
-
-def _branch_of(path: pathlib.Path, decay: int | None, steps: int | None) -> Config:
-    from training.run.resume import branch_defaults
-
-    return branch_defaults(path, decay, steps)
 
 
 def check_flags() -> None:
@@ -333,7 +312,6 @@ def check_flags() -> None:
         parse()
 
 
-_APPENDED = {"set"}  # given once for each value
 _ALWAYS = {"policy", "steps", "seed"}  # said even where they are defaults
 _OF_AN_INVOCATION = {"out", "resume", "stop_after", "preset"}
 
@@ -363,7 +341,7 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, Policy):
         return [flag, "POLICY.json"]
     if isinstance(value, tuple):
-        if name in _APPENDED:
+        if name == "set":  # given once for each value
             return [word for part in value for word in (flag, part)]
         return [flag, *map(str, value)]
     return [flag, "None" if value is None else str(value)]
@@ -371,9 +349,5 @@ def _words(name: str, value: Any) -> list[str]:
 
 def settings_of(config: Config) -> dict[str, str]:
     """Returns the flags of a run as texts, but those that say where it is."""
-    flags = by_flag(config).items()
-    return {name: _text(value) for name, value in flags if name not in _OF_AN_INVOCATION}
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    flags = {name: value for name, value in by_flag(config).items() if name not in _OF_AN_INVOCATION}
+    return {name: " ".join(map(str, v)) if isinstance(v, tuple) else str(v) for name, v in flags.items()}

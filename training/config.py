@@ -35,14 +35,9 @@ _RANGES: Mapping[str, Range] = types.MappingProxyType(
         "target_loss": POSITIVE,
         "spike_factor": Range("greater than 1", lambda x: x > 1),
     }
-    | dict.fromkeys(
-        ("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "checkpoint_every", "lora"),
-        COUNT,
-    )
-    | dict.fromkeys(
-        ("keep_checkpoints", "eval_every", "eval_batches", "eval_sequences", "log_every", "stats_every"),
-        COUNT,
-    )
+    | dict.fromkeys(("steps", "batch_size", "seq_len", "vocab_size", "accumulate", "unroll", "lora"), COUNT)
+    | dict.fromkeys(("checkpoint_every", "keep_checkpoints", "log_every", "stats_every"), COUNT)
+    | dict.fromkeys(("eval_every", "eval_batches", "eval_sequences"), COUNT)
 )
 
 

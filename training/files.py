@@ -145,7 +145,6 @@ def problem(path: pathlib.Path, recorded: Any, largest: float = float("inf")) ->
     """Compares a file with its record; returns None, or the difference, such as "is damaged".
 
     Args:
-      path: the file.
       recorded: its size and CRC32.
       largest: size in bytes above which only the size is compared.
     """

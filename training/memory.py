@@ -123,11 +123,9 @@ def step_memory(
     """Returns the memory of a step on each device.
 
     Args:
-      config, policies: the model and the policy of every layer.
       params, opt_state: arrays, whose shards on a device count, or their shapes and dtypes.
       frozen: those of the parameters to which `params` are adapters; None without --lora.
       batch_size: sequences a step, on all devices.
-      seq_len: tokens a sequence.
       accumulate: parts of a batch that run one after another.
       mesh: the size of each mesh axis.
       remat, implementation, documents: as in `decoder.mean_loss`.
@@ -153,7 +151,8 @@ def step_memory(
     block = max(_block_bytes(config.block(i), tokens) for i in range(config.n_layers)) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
-    largest = max(again + block, _logits_bytes(config, tokens) - gradients, update - activations)
+    logits = (10 * min(tokens, LOSS_TOKENS) + 6 * config.d_model) * config.vocab_size
+    largest = max(again + block, logits - gradients, update - activations)
     return Memory(
         parameters=own + device_bytes(frozen),
         optimizer=device_bytes(opt_state),
@@ -192,10 +191,8 @@ def kept_bytes(loss, params: Any, batch_shape: tuple[int, int], frozen: Any = No
     """
 
     def backward(params, frozen, batch, key):
-        def of_params(p):
-            return loss(p if frozen is None else lora.attach(p, frozen), batch, key=key)
-
-        return jax.vjp(of_params, params)[1]
+        whole = (lambda p: p) if frozen is None else functools.partial(lora.attach, frozen=frozen)
+        return jax.vjp(lambda p: loss(whole(p), batch, key=key), params)[1]
 
     trees = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, frozen))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -223,7 +220,3 @@ def _block_bytes(c: DecoderConfig, tokens: int) -> int:
     weights = c.d_model * (c.qkv_size + c.n_heads * c.head_dim) + c.mlp_size
     rows = tokens * (1 if c.experts is None else c.experts.active + (c.experts.shared or 0))
     return 32 * rows * c.d_ff + 6 * weights
-
-
-def _logits_bytes(c: DecoderConfig, tokens: int) -> int:
-    return 10 * min(tokens, LOSS_TOKENS) * c.vocab_size + 6 * c.d_model * c.vocab_size

@@ -74,7 +74,6 @@ def parse_schedule(
       policy: a policy; or `POLICY`, or `POLICY; POLICY from WHEN; ...`. POLICY is as `load_policy` takes it.
         WHEN is the first step in that policy, or, between 0 and 1, the share of the
         run that precedes it.
-      steps: length of the run.
       changes: fields to change in every policy, as `mxjax.set_fields` takes them.
     Raises:
       ValueError: malformed text, an unknown policy or field, a change without an effect on any policy, or
@@ -110,7 +109,6 @@ def phases_of(
 
     Args:
       precision: the schedule; its exceptions by layer and its scale rule hold in every phase.
-      steps: length of the run.
       layer_policies: returns the policy of every layer of the model, from a default and exceptions.
     Raises:
       ValueError: see `parse_schedule`; or a pattern matches no layer, or the scale rule has no effect.
@@ -121,15 +119,6 @@ def phases_of(
         for first_step, name, policy in parse_schedule(precision.policy, steps, precision.set)
     ]
     return tuple(phases) if rule is None else with_scale_rule(phases, rule)
-
-
-def with_exceptions(phase: Phase, rules: Rules) -> Phase:
-    """Returns the phase with further exceptions by layer, as `mxjax.policy.layers.resolve` takes them.
-
-    Raises:
-      ValueError: a pattern matches no layer.
-    """
-    return phase._replace(layers=phase.layers.with_rules(rules))
 
 
 def with_scale_rule(phases: Sequence[Phase], rule: ScaleRule) -> tuple[Phase, ...]:
@@ -153,7 +142,6 @@ def phase_at(phases: tuple[Phase, ...], step: int) -> Phase:
 
 
 def _phases_in(text: str, steps: int) -> list[tuple[int, str]]:
-    """Returns the first step and the policy, as text, of each part of a schedule."""
     first, *rest = (part.strip() for part in text.split(";"))
     if begins := _LATER.fullmatch(first):
         if "," in first:

@@ -108,9 +108,6 @@ def check_batch(
     The message suggests batch sizes and, if there is one, a mesh that fits.
 
     Args:
-      sizes: the size of each mesh axis.
-      batch_size: sequences a step.
-      accumulate: parts of a batch.
       fits: returns whether the parameters can be sharded on a mesh.
     """
     unit = batch_parts_of(sizes) * accumulate
@@ -208,15 +205,7 @@ def first_state(
     key: jax.Array,
     fill: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[TrainState, TrainState]:
-    """Returns a state of random parameters, created shard by shard, and its shardings.
-
-    Args:
-      config: the model.
-      optimizer: creates its own state.
-      mesh: the devices.
-      key: draws the parameters.
-      fill: fills the vocabulary, see `training.sharding`.
-    """
+    """Returns a state of random parameters, created shard by shard, and its shardings."""
 
     def make(key: jax.Array) -> TrainState:
         return init_state(fill(decoder.init(config, key)), optimizer)
@@ -238,9 +227,7 @@ def state_shardings(
     Moments are sharded as their parameters are, by `params`; everything else is replicated.
 
     Args:
-      mesh: the devices.
       optimizer: tells which arrays of its state belong to parameters.
-      state: the state, or its shapes.
       params: the shardings of the parameters.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -350,8 +337,6 @@ def filled_size(sizes: Mapping[str, int], config: DecoderConfig, policies: Seque
     """Returns the model's vocabulary, filled so that each device of a `tensor` group gets whole units.
 
     Args:
-      sizes: the size of each mesh axis.
-      config: the model.
       policies: the policies of all phases; the head's decide the unit, see `weight_unit`.
     """
     if sizes["tensor"] == 1:

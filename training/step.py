@@ -117,7 +117,6 @@ def make_train_step(
     step can be examined.
 
     Args:
-      loss: the loss to minimize.
       optimizer: computes the update from the gradients, and from the learning rate, the step's key and the
         loss's `aux` if it takes them.
       has_aux: whether the loss returns a pair, whose second part has arrays to report, as in `jax.grad`.
@@ -125,10 +124,9 @@ def make_train_step(
       skip_nonfinite: skip only the steps that are not finite, and count them.
       shardings: shardings of the state and gradients, from `training.sharding`.
       compiler_options: options for XLA, from `training.sharding.compiler_options`.
-      keeps_finite: returns, from the learning rate, whether gradients with a finite norm keep a finite state
-        finite for certain. Only otherwise, or without it, are the updated state's elements checked, which
-        reads parameters, moments and gradients once more. A state that is not finite before goes unnoticed
-        then, unless the loss or a gradient depends on the element.
+      keeps_finite: returns, from the learning rate, whether gradients with a finite norm certainly keep a
+        finite state finite. Otherwise, or without it, the updated state's elements are checked too, which
+        reads parameters, moments and gradients once more.
       scales_of: returns, from the optimizer's state, a fourth argument of the loss. Its gradients, maxima
         over the parts of a batch, are `amax=` of the optimizer's update; see `training.optimizer.delayed`.
     """
@@ -161,7 +159,10 @@ def make_train_step(
         update = functools.partial(optimizer.update, **extra)
         kept, finite, largest = _update_if_finite(finite, keeps, state, update, grads)
         metrics = StepMetrics(value, grad_norm, finite, state.skipped, largest, aux)
-        return _next_state(state, kept, finite, skip_nonfinite), metrics
+        taken = jnp.where(finite | skip_nonfinite, 1, 0)
+        skipped = state.skipped + jnp.where(finite, 0, taken)
+        counted = {"step": state.step + taken, "finite": finite | skip_nonfinite, "skipped": skipped}
+        return state._replace(params=kept[0], opt_state=kept[1], **counted), metrics
 
     return step
 
@@ -199,16 +200,6 @@ def _update_if_finite(
     # update is computed again: that is less memory traffic than to keep it until all is checked.
     old, finite, largest = jax.lax.optimization_barrier((old, finite, largest))
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*old), old), finite, largest
-
-
-def _next_state(
-    state: TrainState, kept: tuple[Any, Any], finite: Bool[Array, ""], skip_nonfinite: bool
-) -> TrainState:
-    """Returns the state after a step that is counted, or skipped, or ends the run."""
-    taken = jnp.where(finite | skip_nonfinite, 1, 0)
-    skipped = state.skipped + jnp.where(finite, 0, taken)
-    counted = TrainState(state.step + taken, *kept, finite=finite | skip_nonfinite, skipped=skipped)
-    return counted._replace(frozen=state.frozen)
 
 
 class ScheduledStep:

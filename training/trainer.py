@@ -147,7 +147,6 @@ class Trainer:
         return self._made[1]
 
     def _programs_of(self, phase: Phase) -> "Programs":
-        """Returns the programs of a phase, and keeps them until the next."""
         if self._made is None or self._made[0] != phase:
             shardings = jax.tree.map(attrgetter("sharding"), self._shapes)
             plan = self._plan

@@ -11,13 +11,7 @@ import tyro
 from analysis.compare.health import health_of, health_tables
 from analysis.compare.losses import lengths_of, statistics_of, statistics_table, token_statistics, token_table
 from analysis.compare.plot import check_format, plot
-from analysis.compare.runs import (
-    Group,
-    Losses,
-    differing_settings,
-    group_by_configuration,
-    read_runs,
-)
+from analysis.compare.runs import Group, Losses, differing_settings, group_by_configuration, read_runs
 from analysis.runs import RecordedRun
 from training.files import check_parent, make_absolute
 from training.flags import mlperf
@@ -81,7 +75,8 @@ def compare(arguments: CompareConfig) -> dict[str, Any]:
     lengths = lengths_of(groups, base)
     compared = [group for group in groups if group not in lengths]
     means: dict[str, Losses] = {group.name: group.curve("validation") for group in groups}
-    references = {c.name: dict(c.losses) for c in mlperf.PUBLISHED_CURVES} if published else {}
+    curves = mlperf.PUBLISHED_CURVES.items() if published else ()
+    references = {name: dict(losses) for name, losses in curves}
     unit = "sequences" if published else "tokens"
     result = {
         "target": target,

@@ -50,7 +50,10 @@ def _sets(group: Group) -> dict[str, dict[str, float | None]]:
     for name in group.runs[0].sets:
         if all(name in run.sets for run in group.runs):
             last = [run.last_of(name) for run in group.runs]
-            found[name] = {key: _mean([one.get(key) for one in last]) for key in ("eval_loss", _BITS)}
+            parts: dict[str, list[Any]] = {
+                key: [one.get(key) for one in last] for key in ("eval_loss", _BITS)
+            }
+            found[name] = {k: None if None in v else math.fsum(v) / len(v) for k, v in parts.items()}
     return found
 
 
@@ -59,11 +62,6 @@ def _known(numbers: dict[str, float]) -> dict[str, float | None]:
 
 
 _BITS = "eval_bits_per_byte"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if len(numbers) == len(values) else None
 
 
 def health_tables(found: Sequence[dict[str, Any]]) -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.compare.runs import Group, same_but_for_length
-from analysis.runs import RecordedRun
 from analysis.statistics import (
     DIVERGED,
     SHARE,
@@ -44,7 +43,7 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
     for group in groups:
         own = losses[group.name]
         pairs = differences(own, losses[base.name]) if group is not base else []
-        d = t_interval(pairs)
+        d, ends = t_interval(pairs), [run.last_mean("loss", at) for run in good[group.name]]
         found.append(
             {
                 "group": group.name,
@@ -54,7 +53,7 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
                 "at": at,
                 "loss": t_interval(list(own.values())).mean,
                 "sd": standard_deviation(list(own.values())),
-                "train_loss": t_interval([_last_loss(run, at) for run in good[group.name]]).mean,
+                "train_loss": t_interval([math.nan if x is None else x for x in ends]).mean,
                 "difference": d.mean,
                 "low": d.low,
                 "high": d.high,
@@ -65,12 +64,11 @@ def statistics_of(groups: Sequence[Group], base: Group) -> list[dict[str, Any]]:
         )
     for row, p in zip(found, holm([row["p"] for row in found]), strict=True):
         row["p"] = p
-    return [{key: None if _is_nan(value) else value for key, value in row.items()} for row in found]
 
+    def known(value: Any) -> Any:
+        return None if isinstance(value, float) and math.isnan(value) else value
 
-def _last_loss(run: RecordedRun, at: int | None) -> float:
-    found = run.last_mean("loss", at)
-    return math.nan if found is None else found
+    return [{key: known(value) for key, value in row.items()} for row in found]
 
 
 def number(x: float | None, form: str = ".4f") -> str:
@@ -113,10 +111,6 @@ def statistics_table(found: Sequence[dict[str, Any]], base: str, unit: str) -> s
             "overfitted: likewise, but training ends below the lowest evaluation"
         )
     return "\n".join(lines)
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 MEASURES = {"overhead": f"loss at {100 * SHARE:g} %", "to_target": "target", "effective": "final loss"}

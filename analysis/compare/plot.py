@@ -30,9 +30,7 @@ def plot(
     """Draws the mean curve of every group, and the range of its runs, into a file.
 
     Args:
-      groups: the runs.
       references: other validation losses, by label.
-      target: a loss to mark.
       unit: what the losses are counted by.
       path: file to write; its suffix names the format, see `check_format`.
     Raises:

@@ -40,7 +40,6 @@ def read_runs(folders: Sequence[pathlib.Path], sequences: bool) -> list[Recorded
     """Reads runs.
 
     Args:
-      folders: the runs' folders.
       sequences: count the sequences trained on instead of the tokens.
     Raises:
       ValueError: a folder holds no run, or a run has not been evaluated.

@@ -44,10 +44,7 @@ class Pass(NamedTuple):
 
 
 def make_pass(
-    model: DecoderConfig,
-    policies: LayerPolicies,
-    implementation: Implementation | None,
-    **training: Any,
+    model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None, **training: Any
 ) -> Callable[[decoder.Params, Int32[np.ndarray, "batch length"], jax.Array], Pass]:
     """Returns the jitted `run(params, batch, key)` for the mean loss of a batch under these policies.
 
@@ -71,10 +68,7 @@ def make_pass(
 
 
 def make_gradients(
-    model: DecoderConfig,
-    policies: LayerPolicies,
-    implementation: Implementation | None,
-    **training: Any,
+    model: DecoderConfig, policies: LayerPolicies, implementation: Implementation | None, **training: Any
 ) -> jax.stages.Wrapped:
     """Returns the jitted `run(params, batch, key)` for a pass's loss and gradients without its tensors.
 

@@ -11,7 +11,6 @@ expected gradient, and mean <e_a, g_b> the part of the repeating error that lies
 normalizes its steps, as Adam does, hardly notices an error along the gradient.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -73,36 +72,21 @@ def split(grams: Grams) -> Split:
     n = len(grams.ee)
     if n < 3:
         raise ValueError(f"an error is split with at least 3 batches, got {n}; raise --batches")
-
-    def estimate(statistic: Callable[[Grams], float]) -> Estimate:
-        return jackknife(statistic(grams), [statistic(grams.without(i)) for i in range(n)])
-
     with np.errstate(divide="ignore", invalid="ignore"):  # without an error, its parts are NaN
-        return Split(*map(estimate, (_error, _repeating_share, _along, _across, _gradient_over_noise)))
+        without_one = zip(*(_numbers(grams.without(i)) for i in range(n)), strict=True)
+        return Split(*map(jackknife, _numbers(grams), map(list, without_one)))
 
 
-def _error(g: Grams) -> float:
-    return float(np.sqrt(np.trace(g.ee) / np.trace(g.gg)))
+def _numbers(g: Grams) -> list[float]:
+    error, gradient = np.trace(g.ee), np.trace(g.gg)
+    along = _between(g.eg) / _between(g.gg)
+    across = np.sqrt(max(_between(g.ee) / _between(g.gg) - along**2, 0.0))
+    repeating = _between(g.ee) / (error / len(g.ee))
+    noise = np.sqrt(gradient / (3 * error))
+    return [*map(float, (np.sqrt(error / gradient), repeating, along, across, noise))]
 
 
-def _repeating_share(g: Grams) -> float:
-    return float(_between(g.ee) / (np.trace(g.ee) / len(g.ee)))
-
-
-def _along(g: Grams) -> float:
-    return float(_between(g.eg) / _between(g.gg))
-
-
-def _across(g: Grams) -> float:
-    square = _between(g.ee) / _between(g.gg) - _along(g) ** 2
-    return float(np.sqrt(max(square, 0.0)))
-
-
-def _gradient_over_noise(g: Grams) -> float:
-    return float(np.sqrt(np.trace(g.gg) / (3 * np.trace(g.ee))))
-
-
-def _between(m: Matrix) -> float:
+def _between(m: Matrix) -> np.float64:
     """Returns the mean over pairs of different batches."""
     n = len(m)
-    return float((m.sum() - np.trace(m)) / (n * (n - 1)))
+    return (m.sum() - np.trace(m)) / (n * (n - 1))

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mxjax.policy import OPERANDS
@@ -80,16 +80,14 @@ def _with_interval(key: str, estimate: Mapping[str, float]) -> str:
 
 def summary(found: Mapping[str, Any]) -> str:
     """Returns all tables, each after a line that says what it shows."""
-    parts: Sequence[tuple[str, str]] = (
-        ("Errors of GEMMs against float32, on the tensors that the policy's own pass gave:", "layers"),
-        ("Wgrad's operands before > after rotation (H16 where the policy has none):", "shapes"),
-        ("Error of whole gradients against bf16, all blocks (95 % jackknife intervals):", "gradient"),
-        ("Error of Wgrad alone on the same tensors, all blocks:", "wgrad"),
+    whole = split_table({found["policy"]: found["gradient"]})
+    parts = (
+        "Errors of GEMMs against float32, on the tensors that the policy's own pass gave:",
+        gemm_table(found["layers"]),
+        "\nWgrad's operands before > after rotation (H16 where the policy has none):",
+        shape_table(found["layers"]),
+        f"\nError of whole gradients against bf16, all blocks (95 % jackknife intervals):\n{whole}",
+        "\nError of Wgrad alone on the same tensors, all blocks:",
+        split_table(found["wgrad"]),
     )
-    tables = {
-        "layers": gemm_table(found["layers"]),
-        "shapes": shape_table(found["layers"]),
-        "gradient": split_table({found["policy"]: found["gradient"]}),
-        "wgrad": split_table(found["wgrad"]),
-    }
-    return "\n\n".join(f"{title}\n{tables[name]}" for title, name in parts)
+    return "\n".join(parts)

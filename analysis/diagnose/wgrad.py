@@ -54,9 +54,8 @@ def wgrad_grams(
     for name in passes[0].tensors:
         of_layer = _layer_grams(tuple(variants.values()))
         for i in range(len(passes[0].gradients[name])):
-            x, dy = (
-                jnp.stack([t[i].reshape(-1, t.shape[-1]) for t in side]) for side in _sides(passes, name)
-            )
+            sides = zip(*(p.tensors[name] for p in passes), strict=True)
+            x, dy = (jnp.stack([t[i].reshape(-1, t.shape[-1]) for t in side]) for side in sides)
             for variant, grams in zip(variants, of_layer(x, dy, keys), strict=True):
                 found[variant][f"blocks.{i}.{name}"] = _on_host(grams)
     return found
@@ -116,8 +115,3 @@ def _gram(a: Float32[Array, "batches ..."], b: Float32[Array, "batches ..."]) ->
 
 def _on_host(products: Products) -> Grams:
     return Grams(*(np.asarray(m, np.float64) for m in jax.device_get(products)))
-
-
-def _sides(passes: Sequence[Pass], name: str):
-    """Returns the inputs and the output gradients of a layer, each [layers, ...] of every pass."""
-    return zip(*(p.tensors[name] for p in passes), strict=True)

@@ -70,15 +70,12 @@ def _check_out(path: pathlib.Path) -> None:
     if os.path.isdir(path):
         raise ValueError(f"--out {path} is a folder; name a file in it, as {path / 'report.html'}")
     check_parent("--out", path)
-    if os.path.lexists(path) and not _is_report(path):
+    if os.path.isfile(path):
+        with path.open("rb") as file:
+            if file.read(len(BEGINNING)) == BEGINNING.encode():
+                return
+    if os.path.lexists(path):
         raise ValueError(f"--out {path} exists and is no report; name another file")
-
-
-def _is_report(path: pathlib.Path) -> bool:
-    if not os.path.isfile(path):
-        return False
-    with path.open("rb") as file:
-        return file.read(len(BEGINNING)) == BEGINNING.encode()
 
 
 def render(runs: list[RecordedRun], texts: list[tuple[str, str]], arguments: ReportConfig) -> str:

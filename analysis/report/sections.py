@@ -294,12 +294,13 @@ def repeat(run: RecordedRun) -> str:
 
 def comparison(runs: Runs) -> str:
     """Returns a table of the runs' numbers, losses after equally many tokens, and settings that differ."""
+    peaks = [run.largest("memory_peak_bytes") for run in runs]
     measures: dict[str, Values] = {
         "last training loss": [run.last_mean("loss") for run in runs],
         "gradient norm at the end": [run.last_mean("grad_norm") for run in runs],
         "tokens/s": [run.tokens_per_s for run in runs],
         "MFU in %": [None if (mfu := run.median("mfu")) is None else 100 * mfu for run in runs],
-        "peak memory in GiB": [_gib(run.largest("memory_peak_bytes")) for run in runs],
+        "peak memory in GiB": [peak and peak / 2**30 for peak in peaks],
         "spikes": [float(len(run.spikes)) for run in runs],
     }
     measures = {**_evaluations(runs), **measures}
@@ -347,10 +348,6 @@ def _differences(values: Values) -> list[str]:
     finite = [None if value is None or not math.isfinite(value) else value for value in values]
     own = finite[0]
     return [NONE if own is None or other is None else short_number(own - other, "+") for other in finite[1:]]
-
-
-def _gib(value: float | None) -> float | None:
-    return None if value is None else value / 2**30
 
 
 def _last_sqnr(run: RecordedRun, gemm: str) -> float | None:

@@ -197,7 +197,6 @@ def _shapes(shape: tuple[int, ...], starts) -> tuple[tuple[int, ...], tuple[int,
 
 
 def _starts(starts) -> list[jax.Array]:
-    """Returns the starts of q and of k."""
     return _absent(jnp.int32, jnp.int32) if starts is None else [starts, starts]
 
 

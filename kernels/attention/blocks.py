@@ -33,90 +33,43 @@ class Kernels(NamedTuple):
     query_gradients: tuple[Blocks, ...]
 
 
+def _blocks(*each: tuple[int, int, int, int]) -> tuple[Blocks, ...]:
+    return tuple(Blocks(*one) for one in each)
+
+
 _HOPPER_64 = Kernels(
-    forward=(
-        Blocks(64, 64, warps=4, stages=3),
-        Blocks(128, 64, warps=4, stages=3),
-        Blocks(128, 128, warps=8, stages=2),
-        Blocks(128, 64, warps=8, stages=3),
-    ),
-    key_gradients=(
-        Blocks(64, 64, warps=4, stages=2),
-        Blocks(64, 128, warps=8, stages=2),
-        Blocks(64, 128, warps=8, stages=3),
-        Blocks(32, 128, warps=4, stages=3),
-    ),
-    query_gradients=(
-        Blocks(64, 64, warps=4, stages=3),
-        Blocks(128, 64, warps=8, stages=2),
-        Blocks(128, 64, warps=8, stages=3),
-        Blocks(128, 128, warps=8, stages=2),
-        Blocks(128, 32, warps=4, stages=3),
+    forward=_blocks((64, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3)),
+    key_gradients=_blocks((64, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 4, 3)),
+    query_gradients=_blocks(
+        (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 4, 3)
     ),
 )
 _HOPPER_128 = Kernels(
-    forward=(
-        Blocks(128, 64, warps=8, stages=3),
-        Blocks(128, 128, warps=8, stages=2),
-        Blocks(128, 64, warps=8, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-        Blocks(64, 64, warps=4, stages=3),
+    forward=_blocks((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+    key_gradients=_blocks(
+        (64, 128, 8, 2), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3)
     ),
-    key_gradients=(
-        Blocks(64, 128, warps=8, stages=2),
-        Blocks(32, 128, warps=8, stages=3),
-        Blocks(32, 128, warps=8, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-        Blocks(32, 64, warps=4, stages=2),
-        Blocks(32, 64, warps=4, stages=3),
-    ),
-    query_gradients=(
-        Blocks(128, 64, warps=8, stages=3),
-        Blocks(128, 64, warps=8, stages=2),
-        Blocks(128, 32, warps=8, stages=3),
-        Blocks(128, 128, warps=8, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-        Blocks(64, 32, warps=4, stages=3),
-        Blocks(64, 32, warps=4, stages=2),
+    query_gradients=_blocks(
+        (128, 64, 8, 3),
+        (128, 64, 8, 2),
+        (128, 32, 8, 3),
+        (128, 128, 8, 2),
+        (64, 64, 4, 2),
+        (64, 32, 4, 3),
+        (64, 32, 4, 2),
     ),
 )
 _GFX950_64 = Kernels(
-    forward=(
-        Blocks(128, 64, warps=4, stages=2),
-        Blocks(128, 128, warps=4, stages=2),
-        Blocks(128, 64, warps=8, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-    ),
-    key_gradients=(
-        Blocks(32, 128, warps=4, stages=2),
-        Blocks(64, 128, warps=4, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-    ),
-    query_gradients=(
-        Blocks(128, 64, warps=4, stages=2),
-        Blocks(128, 64, warps=8, stages=2),
-        Blocks(128, 128, warps=4, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-    ),
+    forward=_blocks((128, 64, 4, 2), (128, 128, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+    key_gradients=_blocks((32, 128, 4, 2), (64, 128, 4, 2), (64, 64, 4, 2)),
+    query_gradients=_blocks((128, 64, 4, 2), (128, 64, 8, 2), (128, 128, 4, 2), (64, 64, 4, 2)),
 )
 _GFX950_128 = Kernels(
-    forward=(
-        Blocks(128, 64, warps=4, stages=2),
-        Blocks(128, 64, warps=8, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-    ),
-    key_gradients=(
-        Blocks(32, 128, warps=4, stages=2),
-        Blocks(32, 64, warps=4, stages=2),
-    ),
-    query_gradients=(
-        Blocks(128, 64, warps=4, stages=2),
-        Blocks(128, 32, warps=4, stages=2),
-        Blocks(64, 64, warps=4, stages=2),
-    ),
+    forward=_blocks((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+    key_gradients=_blocks((32, 128, 4, 2), (32, 64, 4, 2)),
+    query_gradients=_blocks((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 2)),
 )
-_WIDE, _HIGH = Blocks(64, 32, warps=4, stages=1), Blocks(32, 64, warps=4, stages=1)
-_SMALL = Kernels((_WIDE,), (_HIGH,), (_WIDE,))
+_SMALL = Kernels(_blocks((64, 32, 4, 1)), _blocks((32, 64, 4, 1)), _blocks((64, 32, 4, 1)))
 TABLE = {
     ("interpreter", 64): _SMALL,
     ("interpreter", 128): _SMALL,

@@ -53,7 +53,6 @@ def _builds(recipe: str, tensor: str, shape: tuple[int, int], target: Target) ->
 
 
 def _unused(call: Call) -> set[str]:
-    """Returns the results that a call does not write."""
     if call.kernel is largest_kernel:
         wanted = {"plain": call.constants["PLAIN"], "rotated": call.constants["ROTATION"] > 1}
         return {name for name in wanted if not wanted[name]}

@@ -36,7 +36,6 @@ def gemm_inputs(*, batch: int, m: int, n: int, k: int, shuffled: bool, **_: obje
 
 
 def _draw_operands(lhs: tuple[int, int], rhs: tuple[int, int], k: int, shuffled: bool) -> Arrays:
-    """Draws packed operands of [batch, rows] and k columns."""
     rng, arrays = np.random.default_rng(0), {}
     for side, shape in (("lhs", lhs), ("rhs", rhs)):
         arrays[side] = rng.integers(0, 256, (*shape, k // 2), np.uint8)
@@ -53,7 +52,6 @@ def gemm_outputs(
 
 
 def _values(inputs: Arrays, m: int, n: int, k: int, shuffled: bool) -> list[np.ndarray]:
-    """Returns the values of both operands, [batch, rows, k]."""
     values = []
     for side, rows in (("lhs", m), ("rhs", n)):
         scales = inputs[f"{side}_scales"]

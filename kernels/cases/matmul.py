@@ -78,12 +78,8 @@ def build_gemm(shape: shapes.GemmShape, dtype: str, target: Target, tiles: Tiles
 
 
 def _packed(batch: int, rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a packed operand and of its scales."""
-    return _shaped("uint8", batch, rows, k // 2), _shaped("uint8", batch, rows, k // BLOCK)
-
-
-def _shaped(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+    elements, scales = (jax.ShapeDtypeStruct((batch, rows, n), "uint8") for n in (k // 2, k // BLOCK))
+    return elements, scales
 
 
 def _build_product(name: str, call: Call, expected: Expected, tiles: Tiles | None) -> Build:
@@ -116,7 +112,7 @@ def _grouped_rows(
     """Returns the build of rows times their experts' matrices, of experts with so many of the rows."""
     groups, m = len(sizes), _filled(sizes, rows)
     chosen = tiles or choose_tiles(m, n, k, 1, target)
-    places = [_shaped("int32", size) for size in (m // grouped.RUN, groups + 1, groups + 2)]
+    places = [jax.ShapeDtypeStruct((size,), "int32") for size in (m // grouped.RUN, groups + 1, groups + 2)]
     constants = constants_of(m, n, k, chosen, target) | {"GROUPS": groups, "RUN": grouped.RUN}
     rest = (rows, n), grid_of(m, n, 1, chosen), "bfloat16", chosen, constants
     call = _grouped_call(grouped_rows_kernel, ((1, m), (groups, n)), k, places, rest, target)
@@ -133,7 +129,7 @@ def _grouped_sums(
     chosen = tiles or choose_tiles(m, n, k, groups, target)
     constants = constants_of(m, n, k, chosen, target) | {"RUN": grouped.RUN}
     rest = (groups, m, n), grid_of(m, n, groups, chosen), "float32", chosen, constants
-    starts = [_shaped("int32", groups + 1)]
+    starts = [jax.ShapeDtypeStruct((groups + 1,), "int32")]
     call = _grouped_call(grouped_sums_kernel, ((1, m), (1, n)), k, starts, rest, target)
     arguments = {"m": m, "n": n, "k": k, "sizes": sizes, "run": grouped.RUN, "dtype": "float32"}
     return _build_product(
@@ -184,7 +180,7 @@ def _carry(n: int, blocks: int, carrier: Carrier, target: Target) -> Build:
 def _corrections(shape: shapes.GemmShape, dtype: str, target: Target) -> list[Build]:
     """Returns the builds of a product's correction, and of the sifting before it if that takes whole rows."""
     _, m, n, k, batch = shape
-    y, sides = _shaped(dtype, batch, m, n), (_packed(batch, m, k), _packed(batch, n, k))
+    y, sides = jax.ShapeDtypeStruct((batch, m, n), dtype), (_packed(batch, m, k), _packed(batch, n, k))
 
     def run(y, lhs, lhs_scales, rhs, rhs_scales):
         left = carry.carry_operand(lhs, lhs_scales, "e5m2", target, grouped=True)

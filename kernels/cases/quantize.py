@@ -33,14 +33,14 @@ def builds(target: Target) -> list[Build]:
 
     The draws are of policies with and without rotations that draw signs.
     """
-    wanted = [
-        ((tensor.rows, tensor.columns), _dtype(tensor), sides, "packed")
-        for tokens in shapes.TOKENS
-        for tensor in shapes.tensors(tokens)
-        for sides in _step_sides(tensor)
-    ]
+    wanted = []
+    for tensor in (tensor for tokens in shapes.TOKENS for tensor in shapes.tensors(tokens)):
+        is_weight = tensor.name.endswith("weight")
+        dtype, columns = ("float32", _PLAIN) if is_weight else ("bfloat16", _H16)
+        for sides in ((_PLAIN, columns), (_H16, _H16)):  # under wgrad_hadamard, under full_hadamard
+            wanted.append(((tensor.rows, tensor.columns), dtype, sides, "packed"))
     [tensor] = [t for t in shapes.tensors(shapes.TOKENS[0]) if t.name == "attention.qkv.activation"]
-    wanted += [((tensor.rows, tensor.columns), "bfloat16", sides, form) for sides, form in _OTHER_SIDES]
+    wanted += [((tensor.rows, tensor.columns), *options) for options in _OTHER_SIDES]
     edges = [(tensor.rows, tensor.columns) for tensor in shapes.EDGE_TENSORS] + [_BATCH]
     wanted += [(shape, *options) for shape in edges for options in _EDGE_SIDES]
     if target.arch == "sm_90":  # edges of Hopper's kernel
@@ -79,14 +79,8 @@ _RCEIL: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32
 _CEIL: _Side = (Operand(scale_rule="rceil"), None)
 _CEIL_DRAWN: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), None)
 _PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
-_PAIRS: list[_Sides] = [
-    (_PLAIN, _PLAIN),
-    (_PLAIN, _H16),
-    (None, _H16),
-    (_STOCHASTIC, _STOCHASTIC),
-    (_CEIL, _CEIL_DRAWN),
-]
 _COMPUTED_SIDES: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16)]
+_PAIRS: list[_Sides] = [*_COMPUTED_SIDES, (None, _H16), (_STOCHASTIC, _STOCHASTIC), (_CEIL, _CEIL_DRAWN)]
 _COMPUTED: dict[ComputedKind, tuple[int, int]] = {
     "normed": (8192, 4096),
     "gated": (8192, 14336),
@@ -102,36 +96,23 @@ _EDGE_SIDES: list[tuple[str, _Sides, Form]] = [
     ("float32", (_PRESCALED, _SQUARE), "packed"),
 ]
 
-_OTHER_SIDES: list[tuple[_Sides, Form]] = [
-    ((_PLAIN, None), "packed"),
-    ((_H16, None), "packed"),
-    ((None, _PLAIN), "packed"),
-    ((None, _H16), "packed"),
-    ((_PLAIN, _STOCHASTIC), "packed"),
-    ((_STOCHASTIC, _STOCHASTIC), "packed"),
-    ((_SQUARE, _SQUARE), "packed"),
-    ((_PLAIN, (Operand(), Rotation(16, "redrawn"))), "packed"),
-    ((_PLAIN, _H128), "packed"),
-    ((_H128, _H128), "packed"),
-    ((_PLAIN, _H16), "bf16"),
+_PACKED_SIDES: list[_Sides] = [
+    *((_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)),
+    *((_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)),
+    *((_PLAIN, (Operand(), Rotation(16, "redrawn"))), (_PLAIN, _H128), (_H128, _H128)),
 ]
-"""Sides and forms that other policies and implementations take."""
+_OTHER_SIDES: list[tuple[str, _Sides, Form]] = [
+    *(("bfloat16", sides, "packed") for sides in _PACKED_SIDES),
+    ("bfloat16", (_PLAIN, _H16), "bf16"),
+]
+"""Dtypes, sides and forms that other policies and implementations take."""
 _ALL_SIDES: list[tuple[str, _Sides, Form]] = [
     ("float32", (_PLAIN, _PLAIN), "packed"),
     ("float32", (_H16, _H16), "packed"),
     ("bfloat16", (_H16, _H16), "packed"),
-    *(("bfloat16", sides, form) for sides, form in _OTHER_SIDES),
+    *_OTHER_SIDES,
 ]
 """Dtypes, sides and forms of a training step and of other policies."""
-
-
-def _dtype(tensor: shapes.TensorShape) -> str:
-    return "float32" if tensor.name.endswith("weight") else "bfloat16"
-
-
-def _step_sides(tensor: shapes.TensorShape) -> list[_Sides]:
-    """Returns the rows and columns of a tensor under wgrad_hadamard and under full_hadamard."""
-    return [(_PLAIN, _PLAIN if tensor.name.endswith("weight") else _H16), (_H16, _H16)]
 
 
 def _pair(sides: _Sides) -> Pair:
@@ -216,11 +197,7 @@ def cast_computed_build(kind: ComputedKind, shape: tuple[int, int]) -> Build:
     factor = jax.ShapeDtypeStruct((1,), "float32")
     product, gradient, normed = (jax.ShapeDtypeStruct((1, r, n), "bfloat16") for n in (2 * c, c, c))
     arrays = {
-        "normed": (
-            normed,
-            jax.ShapeDtypeStruct((1, r), "float32"),
-            jax.ShapeDtypeStruct((1, c), "bfloat16"),
-        ),
+        "normed": (normed, jax.ShapeDtypeStruct((1, r), "float32"), jax.ShapeDtypeStruct((1, c), "bfloat16")),
         "gated": (product, factor),
         "gradient": (product, factor, gradient, factor),
     }[kind]
@@ -244,7 +221,6 @@ _COMPUTED_NAMES = {"normed": "normed", "gated": "gated_result", "gradient": "gat
 
 
 def _options(side: _Side | None, form: Form) -> dict[str, Any] | None:
-    """Returns a side as `mxjax.kernels.cases.expected_operands.InputOptions`."""
     if side is None:
         return None
     o, rotation = side

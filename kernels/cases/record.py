@@ -127,8 +127,6 @@ def make_record(build: Build, target: str, compiled: CompiledKernel, resource_us
 
 
 class _Code(NamedTuple):
-    """Counts taken from a kernel's assembly."""
-
     fields: list[dict[str, Any]]
     kernarg_bytes: int
     resources: dict[str, int]
@@ -232,7 +230,4 @@ def _array(name: str, argument: Argument) -> dict[str, Any]:
 
 
 def _count(instructions) -> dict[str, dict[str, int]]:
-    return {
-        "classes": assembly.count_classes(instructions),
-        "opcodes": assembly.count_opcodes(instructions),
-    }
+    return {"classes": assembly.count_classes(instructions), "opcodes": assembly.count_opcodes(instructions)}

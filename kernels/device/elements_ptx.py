@@ -162,7 +162,6 @@ def encode_floats(xs, byte, inverse):
     """Returns 8 float32 elements as the nibbles of one int32 word, rounded to nearest.
 
     Args:
-      byte: scale byte.
       inverse: factor of the elements.
     """
     eight = [xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7]]

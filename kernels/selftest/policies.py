@@ -67,7 +67,6 @@ def implementation_for(policy: str) -> Implementation | None:
 
 @functools.cache
 def _arrays(settings: Settings) -> list[jax.Array]:
-    """Returns x, w, dy, and a key's data."""
     x_shape, w_shape = SMALL if settings.quick else SHAPES
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], x_shape, jnp.bfloat16)

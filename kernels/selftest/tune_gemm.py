@@ -23,15 +23,7 @@ from mxjax.kernels.cases.shapes import GemmShape, gemms
 from mxjax.kernels.lowering import PLATFORMS
 from mxjax.kernels.matmul import aiter
 from mxjax.kernels.matmul.fp4_gemm import launch
-from mxjax.kernels.matmul.tiles import (
-    AITER,
-    VARIABLE,
-    TileName,
-    Tiles,
-    candidates,
-    default_path,
-    write_table,
-)
+from mxjax.kernels.matmul.tiles import AITER, VARIABLE, TileName, Tiles, candidates, default_path, write_table
 from mxjax.kernels.selftest import cases as selftest
 from mxjax.kernels.selftest.measured import Case, Checked, Report, add_arguments, measure, time_cases
 from mxjax.numerics.formats import BLOCK
@@ -209,7 +201,6 @@ def _draw(shape: GemmShape) -> list[jax.Array]:
 
 @functools.lru_cache(1)
 def _tensors(shape: GemmShape) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the operands and the product."""
     operands = jax.jit(functools.partial(_draw, shape))()
     return operands, _program(BASELINES[0], shape)(*_decoded_from(operands, jnp.bfloat16))
 

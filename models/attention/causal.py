@@ -132,7 +132,6 @@ def causal_attention(
     recomputes their scores: memory grows with B N PIECE S instead of B N S**2.
 
     Args:
-      q_BSNH, k_BSGH, v_BSGH: queries, keys and values.
       first_key_BS: the first key that each query sees, from `documents.first_keys`; None is 0.
       sinks_N: a logit of each head that joins the softmax of every query, and has no value.
     """
@@ -155,7 +154,6 @@ def causal_attention(
 
 
 def _unfused_attention(q_BSNH, k_BSGH, v_BSGH, first_key_BS, sinks_N) -> Float[Array, "B S N H"]:
-    """Returns `causal_attention` through XLA."""
     length = q_BSNH.shape[1]
     if length <= LONGEST_WHOLE:
         position_S = jnp.arange(length)

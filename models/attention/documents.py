@@ -37,7 +37,6 @@ def document_starts(
     """Returns the position of the first token of each token's document.
 
     Args:
-      tokens_BS: token ids.
       end: the token that ends a document.
       before_B: the first position of the document to which the first of the tokens belongs.
       start: position of the first of the tokens.

@@ -189,6 +189,5 @@ def _in_pieces(*arrays):
 
 
 def _whole(pieces):
-    """Returns all queries of stacked pieces."""
     pieces = pieces.swapaxes(0, 1)
     return pieces.reshape(len(pieces), -1, *pieces.shape[3:])

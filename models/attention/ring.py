@@ -35,7 +35,6 @@ def ring_attention(
     """Returns `models.attention.causal.causal_attention` of sequences in `parts` rows each, one row a device.
 
     Args:
-      q, k, v: queries, keys and values.
       first_key: position in its sequence of the first key that each query sees, from
         `models.attention.documents.first_keys`; it never decreases. None is 0.
       sinks_N: as in `causal_attention`.

@@ -92,7 +92,6 @@ class Experts(nnx.Module):
         return y + gemms.gated_mlp(x, norm, self.shared_gate_up[...], self.shared_down[...], names)
 
     def _mlp(self, x_AD, down, order: Order | Exchange, gemms: BlockGemms) -> Float[Array, "A D"]:
-        """Returns the MLP of each row's expert."""
         clamped = self.config.clamped
         activation = swiglu if clamped is None else functools.partial(clamped_swiglu, config=clamped)
         y_AN = gemms.ragged_dot("mlp.gate_up", x_AD, self.gate_up[...], order)

@@ -162,7 +162,6 @@ def _first(stacked: Mapping) -> dict:
 
 
 def _attention_views(c: DecoderConfig, attention: Mapping) -> dict[str, np.ndarray]:
-    """Returns the tensors of a layer's attention."""
     heads = c.n_heads // c.n_kv_heads
     qkv_DGRH = attention["qkv"].reshape(-1, c.n_kv_heads, heads + 2, c.head_dim)
     found = {

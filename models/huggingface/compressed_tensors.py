@@ -35,7 +35,6 @@ def configuration(number: FP4, excluded: Sequence[str], *, activations: bool) ->
     """Returns config.json's `quantization_config`.
 
     Args:
-      number: the weights' format.
       excluded: the linear modules that are not quantized.
       activations: consumers round activations too, as they come.
     """

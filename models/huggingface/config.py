@@ -177,7 +177,6 @@ _NULLS = ("sliding_window", "rms_norm_eps", "quantization_config")
 
 
 def _read_experts(raw: Mapping[str, Any], kind: str) -> ExpertsConfig | None:
-    """Returns the experts, if the architecture has them."""
     if kind not in ("mixtral", "qwen3_moe", "gpt_oss"):
         return None
     name = (
@@ -227,8 +226,7 @@ def _check_features(raw: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     known = {*_ONLY, *_PER_LAYER, *_OF_OTHERS, *_READ, *_WITHOUT_EFFECT, *own}
     if unknown := sorted(n for n in raw if raw[n] and n not in known and not n.startswith("_")):
         _log.warning(
-            "config.json: %s: unknown fields, ignored; check that the model needs none",
-            short(unknown),
+            "config.json: %s: unknown fields, ignored; check that the model needs none", short(unknown)
         )
 
 
@@ -280,7 +278,6 @@ def write_config(config: DecoderConfig, context: int) -> dict[str, Any]:
 
 
 def _differing(a: DecoderConfig | ExpertsConfig, b: DecoderConfig | ExpertsConfig) -> list[str]:
-    """Returns the names of the fields in which two configurations differ, those of experts one by one."""
     names = []
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
@@ -292,7 +289,6 @@ def _differing(a: DecoderConfig | ExpertsConfig, b: DecoderConfig | ExpertsConfi
 
 
 def _rope_fields(config: DecoderConfig) -> dict[str, Any] | None:
-    """Returns the fields of the scaling of rotary frequencies."""
     if (scaling := config.rope_scaling) is not None:
         return {"rope_type": "llama3"} | {name: getattr(scaling, ours) for name, ours in _LLAMA3.items()}
     if (yarn := config.yarn) is None:
@@ -303,7 +299,6 @@ def _rope_fields(config: DecoderConfig) -> dict[str, Any] | None:
 
 
 def _expert_fields(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """Returns the fields of the experts."""
     if (e := config.experts) is None:
         return {}
     name = "num_experts" if kind == "qwen3_moe" else "num_local_experts"

@@ -293,11 +293,7 @@ class Writer:
     def write(self, name: str, value: np.ndarray) -> None:
         """Writes a tensor, whose dtype and shape must match its spec."""
         spec = self._specs[name]
-        assert (value.dtype, value.shape) == (spec.numpy_dtype, spec.shape), (
-            name,
-            value.dtype,
-            value.shape,
-        )
+        assert (value.dtype, value.shape) == (spec.numpy_dtype, spec.shape), (name, value.dtype, value.shape)
         file, start = self._places[name]
         data = memoryview(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
         done = 0
@@ -358,8 +354,8 @@ def _shards(specs: Mapping[str, Spec], largest: int) -> list[dict[str, Spec]]:
 def _header(shard: Mapping[str, Spec]) -> tuple[bytes, dict[str, int], int]:
     """Returns a file's header, the offset of each tensor after it, and the size of all tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
-    for name, spec in _in_file_order(shard):
+    order, offsets, end = list(DTYPES), {}, 0
+    for name, spec in sorted(shard.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
         offsets[name], end = end, end + spec.size
         place = [offsets[name], end]
         entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": place}
@@ -368,8 +364,3 @@ def _header(shard: Mapping[str, Spec]) -> tuple[bytes, dict[str, int], int]:
     if len(text) > _LARGEST_HEADER:
         raise ValueError(f"{len(shard)} tensors are too many for one safetensors file")
     return len(text).to_bytes(8, "little") + text, offsets, end
-
-
-def _in_file_order(shard: Mapping[str, Spec]) -> Iterator[tuple[str, Spec]]:
-    order = list(DTYPES)
-    yield from sorted(shard.items(), key=lambda item: (order.index(item[1].dtype), item[0]))

@@ -227,7 +227,6 @@ def _adds_bos(post: Any) -> bool:
 
 
 def _chat_template(folder: pathlib.Path) -> str | None:
-    """Returns the chat template of a folder, if it has one."""
     if (file := folder / "chat_template.jinja").exists():
         return file.read_text()
     path = folder / "tokenizer_config.json"

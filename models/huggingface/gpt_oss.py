@@ -32,19 +32,6 @@ def configuration(excluded: Sequence[str], *, activations: bool) -> dict[str, An
     return {"quant_method": METHOD, "modules_to_not_convert": [*_NOT_PACKED, *excluded]}
 
 
-def packed_specs(name: str, shape: Sequence[int]) -> dict[str, Spec]:
-    """Returns the tensors that store the experts' tensor `name` [expert, in, out]."""
-    experts, size, out = shape
-    scales = (experts, out, size // BLOCK)
-    return {name + BLOCKS: Spec("U8", (*scales, BLOCK // 2)), name + SCALES: Spec("U8", scales)}
-
-
-def packed_tensors(name: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
-    """Returns the values of the tensors that `packed_specs` describes."""
-    scales = weight.scales
-    return {name + BLOCKS: weight.packed.reshape(*scales.shape, BLOCK // 2), name + SCALES: scales}
-
-
 def unpacked(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """Returns the specs with one of bfloat16 [..., in, out] for each pair of MXFP4 blocks and scales."""
     found = {name: spec for name, spec in specs.items() if _base(name, specs) is None}

@@ -15,7 +15,7 @@ from models.huggingface.architectures import model_type
 from models.huggingface.files import Reader, Spec
 from models.huggingface.quantized import FP4, QuantizedWeight
 from mxjax.numerics.float_scales import SMALLEST_TENSOR_MAX
-from mxjax.numerics.formats import E2M1, E4M3, get_format
+from mxjax.numerics.formats import BLOCK, E2M1, E4M3, get_format
 
 PackedFormat = Literal["mxfp4", "nvfp4", "quark"]
 
@@ -80,12 +80,15 @@ class _ExpertLayout(Layout):
     """gpt-oss's layout, whose tensors hold all experts. Every reader unpacks it, so `layout_of` does not."""
 
     def specs(self, name: str, shape: tuple[int, ...], *, inputs: bool = False) -> dict[str, Spec]:
-        return gpt_oss.packed_specs(name, shape)
+        experts, size, out = shape
+        scales = (experts, out, size // BLOCK)
+        return {name + self.weight: Spec("U8", (*scales, BLOCK // 2)), name + self.scale: Spec("U8", scales)}
 
     def tensors(
         self, name: str, weight: QuantizedWeight, largest_input: float | None = None
     ) -> dict[str, np.ndarray]:
-        return gpt_oss.packed_tensors(name, weight)
+        blocks = weight.packed.reshape(*weight.scales.shape, BLOCK // 2)
+        return {name + self.weight: blocks, name + self.scale: weight.scales}
 
 
 LARGEST_NVFP4 = E2M1.max * E4M3.max
@@ -188,7 +191,6 @@ class PackedReader(Reader):
         return packed, scales
 
     def _join(self, module: str) -> None:
-        """Replaces the specs of a packed matrix by that of the matrix."""
         layout = self._layout
         shape = getattr(self.specs.get(f"{module}.{layout.weight}"), "shape", ())
         rows, half = shape if len(shape) == 2 else (0, 0)

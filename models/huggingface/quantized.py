@@ -102,7 +102,6 @@ def choose_operands(
     Args:
       layers: the run's policies at the exported step; None for weights that were imported.
       rule: MXFP4's scale rule to use instead of the Fprop's, without its rotation, rounding and blocks.
-      number: the format.
       adapted: the weights hold merged adapters, which the Fprop multiplies apart, in bfloat16.
     Raises:
       ValueError: the Fprop multiplies weights that packed files do not represent, and `rule` is None; or, in
@@ -170,7 +169,6 @@ def _matrices(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
 
 
 def _other_layer(name: str) -> str:
-    """Returns the name of the other layer of a block's experts."""
     block, _, layer = name.rpartition(".")
     return f"{block}.{'down' if layer == 'gate_up' else 'gate_up'}"
 

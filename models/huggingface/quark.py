@@ -14,12 +14,7 @@ from models.huggingface.quantized import FP4
 METHOD = "quark"
 WEIGHT, SCALE = "weight", "weight_scale"
 """The names of a matrix's two tensors."""
-_MXFP4: Mapping[str, Any] = {
-    "dtype": "fp4",
-    "qscheme": "per_group",
-    "group_size": 32,
-    "scale_format": "e8m0",
-}
+_MXFP4: Mapping[str, Any] = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 _OTHER_FIELDS: Mapping[str, Any] = {
     "ch_axis": -1,
     "is_scale_quant": False,

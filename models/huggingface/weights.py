@@ -209,11 +209,6 @@ def check_finite(run: pathlib.Path, named: Mapping[str, np.ndarray], allow_nonfi
         )
 
 
-def dtype_field(raw: Mapping[str, Any]) -> str:
-    """Returns the name of config.json's field for the dtype."""
-    return "dtype" if "dtype" in raw else "torch_dtype"  # transformers 5 and 4
-
-
 def progress(named: Mapping[str, np.ndarray], what: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the items of `named`, with a progress bar on a terminal."""
     yield from track(named.items(), what, len(named), disable=not sys.stdout.isatty())

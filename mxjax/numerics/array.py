@@ -151,7 +151,6 @@ def unpack(
 
 
 def _dtype_name(x: object) -> str:
-    """Returns the dtype of an array, or the type of anything else."""
     return str(getattr(x, "dtype", type(x).__name__))
 
 

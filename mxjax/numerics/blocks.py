@@ -122,10 +122,7 @@ def magnitude_bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def spread(
-    scales: Shaped[Array, "*blocks"],
-    shape: tuple[int, ...],
-    block_shape,
-    axis: int,
+    scales: Shaped[Array, "*blocks"], shape: tuple[int, ...], block_shape, axis: int
 ) -> Shaped[Array, "*shape"]:
     """Broadcasts each block's scale to its elements."""
     for i, size in _sizes(shape, block_shape, axis).items():

@@ -61,10 +61,7 @@ RECIPES: Mapping[str, RunRecipe] = types.MappingProxyType(
         # counted from 0; perturb_period 200, detect_DistRatio_iters 50, detect_DistRatio_thrd 8, without
         # its outlier_conf. 100e9 tokens are 23842 steps of 1024 x 4096.
         "tetrajet_v2_reset": RunRecipe(
-            "tetrajet_v2",
-            deoscillate="8:200:15001:50",
-            source="arXiv 2510.27527, TetraJet-v2",
-            steps=23842,
+            "tetrajet_v2", deoscillate="8:200:15001:50", source="arXiv 2510.27527, TetraJet-v2", steps=23842
         ),
     }
 )

@@ -21,7 +21,6 @@ def commit(root: pathlib.Path = _ROOT) -> str | None:
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str:
-    """Returns the output of a git command."""
     # Without locks, since another git may be at work there; `describe --dirty` would lock all the same.
     command = ["git", "--no-optional-locks", *arguments]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()

@@ -125,11 +125,7 @@ def as_stored(gradient: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def on_auto_axes(
-    product: Callable[..., jax.Array],
-    lhs: jax.Array,
-    rhs: Any,
-    *,
-    kept: tuple[Sequence[int], Sequence[int]],
+    product: Callable[..., jax.Array], lhs: jax.Array, rhs: Any, *, kept: tuple[Sequence[int], Sequence[int]]
 ) -> Callable[..., jax.Array]:
     """Returns `product`, computed with the Explicit axes of its operands' mesh made Auto.
 

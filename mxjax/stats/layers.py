@@ -124,7 +124,6 @@ def make_layer_stats(
     Args:
       mean_loss: function of parameters, sequences, key and slots.
       empty: the model's slots.
-      seed: the run's seed.
       tokens_a_step: number of tokens over which a step takes the mean.
       batch_parts: number of the batch's shards on the mesh; each gets equally many sequences.
       unit: number of tokens of which a sequence must have a multiple.

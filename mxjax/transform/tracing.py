@@ -170,7 +170,6 @@ def _warn_of_updates(before: dict[Any, Any], after: Any, results: list[Any], wei
 
 
 def _origin(path: tuple[Any, ...], array: Any, weights: int) -> Origin:
-    """Returns the origin of an argument's array, whose path begins in (args, kwargs)."""
     if [key.idx for key in path[:2] if isinstance(key, jax.tree_util.SequenceKey)] != [0, weights]:
         return DATA
     return Origin((dotted(path[2:]),)) if jnp.issubdtype(array.dtype, jnp.floating) else CONSTANT

@@ -65,7 +65,6 @@ def read_study(path: pathlib.Path, model_config: pathlib.Path | None = None) -> 
     """Returns the cells of a file, fp8 and its further lengths among them.
 
     Args:
-      path: the file.
       model_config: the shape of another model than the study's, see `with_model`.
     Raises:
       ValueError: the file is no study, or a policy, model or protocol in it is none; the message names it.
@@ -147,7 +146,6 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def _cell(raw: Any, like: Cell, folder: pathlib.Path) -> Cell:
-    """Returns the cell that a text or an object describes."""
     if isinstance(raw, str) and (found := _WITH_RULES.fullmatch(raw)):
         return dataclasses.replace(like, policy=found[1], rules=found[2])
     if isinstance(raw, str):

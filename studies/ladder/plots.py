@@ -15,11 +15,7 @@ from studies.ladder.tables import GROUPS, PAPER, beyond, in_nats
 _FEW = 3
 """Of fewer seeds the values are drawn instead of their interval, which would be wider than all others."""
 _INTERVALS = "95 % intervals, or single seeds"
-_REMEDIES = {
-    "wgrad_hadamard": "H16",
-    "wgrad_sr": "stochastic rounding",
-    "wgrad_rht": "redrawn signs",
-}
+_REMEDIES = {"wgrad_hadamard": "H16", "wgrad_sr": "stochastic rounding", "wgrad_rht": "redrawn signs"}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 _SHADES = ("black", "#2f6db3", "#c0504d", "#7f7f7f", "#e0a030", "#5a9e6f")
 """Of different brightness, for print in grey."""

@@ -104,7 +104,6 @@ class Programs:
         }
 
     def _compile(self, train_step: Any, eval_step: Any) -> None:
-        """Compiles both for arrays of the data's types."""
         p, key = self.protocol, jax.random.key(0)
         sample = self.corpus.samples(p.seq, 0, 1)[0]
         batch = jax.ShapeDtypeStruct((p.batch, *sample.shape), sample.dtype)

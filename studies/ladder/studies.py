@@ -203,11 +203,7 @@ STUDIES: Mapping[str, tuple[Cell, ...]] = types.MappingProxyType(
         "epochs-60m": _telling("60m", "tuned-60m-4epochs", 3),
         CONSTANT: tuple(
             _ladder(
-                "60m",
-                CONSTANT,
-                ("fp8", "bf16", "fprop", "fprop_dgrad", "wgrad", *REMEDIES),
-                ("floor",),
-                4,
+                "60m", CONSTANT, ("fp8", "bf16", "fprop", "fprop_dgrad", "wgrad", *REMEDIES), ("floor",), 4
             )
         ),
         # D. Regimes in which Wgrad may hurt or diverge.

@@ -6,11 +6,7 @@ import pathlib
 import statistics
 from collections.abc import Mapping
 
-from analysis.statistics import (
-    Estimate,
-    paired_difference,
-    standard_deviation,
-)
+from analysis.statistics import Estimate, paired_difference, standard_deviation
 from mxjax.runtime.tables import table
 from studies.ladder.cells import FRESH, MUON_RATE
 from studies.ladder.results import CellResult, baseline, by_group

@@ -108,5 +108,4 @@ def reached_later(cell: CellResult, base: CellResult) -> str:
 
 
 def _curves(cell: CellResult) -> dict[int, Sequence[Sequence[float]]]:
-    """Returns the evaluations by seed, none of a run that diverged."""
     return {seed: run["evaluations"] if seed in cell.losses else [] for seed, run in cell.runs.items()}

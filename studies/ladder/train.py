@@ -161,7 +161,6 @@ def _prepare(cell: Cell, corpus: MegatronCorpus, data: DataConfig) -> Programs |
 
 
 def _record(cell: Cell, seed: int, corpus: MegatronCorpus, programs: Programs | WholeRuns) -> dict[str, Any]:
-    """Trains one run and returns its record."""
     p = programs.protocol
     outcome = programs.train(seed)
     losses, evaluations, finite = outcome["losses"], outcome["evaluations"], outcome["finite"]

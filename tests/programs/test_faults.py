@@ -20,7 +20,7 @@ import train as training_program
 from training import trainer as programs
 from training.command_line import parse
 from training.log.health import NonFiniteError
-from training.log.reporter import StepReporter
+from training.log.reporter import RunLog
 
 SMALL = "--batch-size 2 --seq-len 16 --eval-batches 2 --warmup-steps 2 --policy bf16"
 
@@ -92,12 +92,12 @@ def test_ten_skips_in_a_row_end_the_run(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_that_leaps_is_reported_with_its_batch(text, tmp_path, monkeypatch, capsys):
-    original = StepReporter.step
+    original = RunLog.step
 
-    def step_30_is_large(self, step, metrics):
-        original(self, step, metrics._replace(loss=metrics.loss * 7) if step == 30 else metrics)
+    def step_30_is_large(self, step, state, metrics):
+        original(self, step, state, metrics._replace(loss=metrics.loss * 7) if step == 30 else metrics)
 
-    monkeypatch.setattr(StepReporter, "step", step_30_is_large)
+    monkeypatch.setattr(RunLog, "step", step_30_is_large)
     train(*arguments(text, tmp_path / "run", "--steps", "32", "--spike-factor", "3"))
     (spike,) = [json.loads(line) for line in (tmp_path / "run" / "spikes.jsonl").read_text().splitlines()]
     assert spike["step"] == 30

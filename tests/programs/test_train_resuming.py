@@ -165,15 +165,15 @@ def test_an_evaluation_after_the_restored_step_does_not_end_the_run(text, tmp_pa
 def test_a_signal_checkpoints_and_resuming_loses_nothing(text, finished, tmp_path, monkeypatch, number):
     """The program ends with success: as an error would, `runpy` raises SystemExit."""
     out = tmp_path / "run"
-    original = step_reporter.StepReporter.step
+    original = step_reporter.RunLog.step
 
-    def step_and_signal(self, step, metrics):
-        original(self, step, metrics)
+    def step_and_signal(self, step, *arguments):
+        original(self, step, *arguments)
         if step == 4:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_reporter.StepReporter, "step", step_and_signal)
+        patch.setattr(step_reporter.RunLog, "step", step_and_signal)
         patch.setattr(sys, "argv", ["train.py", *SMALL, "--data", str(text), "--out", str(out), *FLAGS])
         runpy.run_path(training_program.__file__, run_name="__main__")
     assert weights(out)[0] < 6

@@ -22,7 +22,7 @@ from training.config import Config, MLPerfConfig
 from training.data.indexed_dataset import IndexedWriter
 from training.flags import mlperf
 from training.log.mlperf import TOKEN, MLPerfLog, settings
-from training.log.reporter import StepReporter
+from training.log.reporter import RunLog
 from training.memory import ONE_DEVICE
 from training.optimizer.schedule import learning_rate
 from training.run.record import from_json, to_json
@@ -232,15 +232,15 @@ def test_a_scaled_down_run_passes_the_checker(tmp_path, kind):
 
 
 def interrupt(program, config: Config, after: int):
-    original = StepReporter.step
+    original = RunLog.step
 
-    def step(self, number, metrics):
-        original(self, number, metrics)
+    def step(self, number, *arguments):
+        original(self, number, *arguments)
         if number == after:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepReporter, "step", step)
+        patch.setattr(RunLog, "step", step)
         program.train(config)
 
 

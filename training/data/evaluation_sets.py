@@ -68,7 +68,6 @@ def bytes_of_targets(
     """Returns the bytes of text that all tokens but the first of each sequence stand for.
 
     Args:
-      batches: sequences of token ids.
       token_bytes: bytes of each token's text, 0 for a special token; None if they are unknown.
     """
     if token_bytes is None:

@@ -130,8 +130,6 @@ class MegatronCorpus:
         the step: `get_state()["next_index"]`.
 
         Args:
-          config: batch size and sequence length.
-          seed: draws the order.
           steps: length of the run, which decides the number of epochs and so the order.
           start: number of steps already taken.
           shard: (i, n) yields the i-th of n equal parts of each batch.

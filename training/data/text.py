@@ -46,34 +46,6 @@ class Windows:
         return self.tokens[start : start + self.seq_len + 1].astype(np.int32)
 
 
-def batches(
-    tokens: AnyTokens, config: DataConfig, seed: int, start: int = 0, shard: tuple[int, int] = (0, 1)
-) -> grain.DatasetIterator:
-    """Returns an endless iterator over batches, read ahead by grain.
-
-    Each epoch visits every window once, in an order drawn from `seed`. The iterator's position is the step:
-    `get_state()["next_index"]`.
-
-    Args:
-      tokens: the token stream.
-      config: batch size and sequence length.
-      seed: draws the order.
-      start: number of steps already taken.
-      shard: (i, n) yields the i-th of n equal parts of each batch.
-    Raises:
-      ValueError: too few tokens for one sequence, or batch_size is not a multiple of n.
-    """
-    index, count = shard
-    rows_of_a_shard(config.batch_size, count)
-    windows = Windows(tokens, config.seq_len, "training")
-    dataset = shuffled_batches(windows, seed, config.batch_size)
-    if count > 1:
-        dataset = dataset.map(lambda batch: np.split(batch, count)[index])
-    iterator = iter(dataset.to_iter_dataset())
-    iterator.set_state({"next_index": start})
-    return iterator
-
-
 def shuffled_batches(source: Any, seed: int, batch_size: int) -> grain.MapDataset:
     """Returns the batches of a source, shuffled anew in each epoch."""
     # Practically endless. An endless dataset overflows grain's count when a batch is one sequence.
@@ -93,9 +65,6 @@ def evaluation_batches(
     """Yields the first n_batches batches of the tokens, in order; the last may be short.
 
     Args:
-      tokens: the token stream.
-      config: batch size and sequence length.
-      n_batches: how many batches to yield.
       vocab_size: checks the token ids against this vocabulary.
       n_sequences: yields exactly this many sequences instead of n_batches.
       part: name of the data, for messages.
@@ -167,8 +136,25 @@ class TextCorpus:
     def batches(
         self, config: DataConfig, seed: int, steps: int, start: int = 0, shard: tuple[int, int] = (0, 1)
     ) -> grain.DatasetIterator:
-        """Returns the batches of a run; see `training.data.text.batches`."""
-        return batches(self.train, config, seed, start, shard)
+        """Returns an endless iterator over batches, read ahead by grain.
+
+        Each epoch visits every window once, in an order drawn from `seed`. The iterator's position is the
+        step: `get_state()["next_index"]`.
+
+        Args:
+          start: number of steps already taken.
+          shard: (i, n) yields the i-th of n equal parts of each batch.
+        Raises:
+          ValueError: too few tokens for one sequence, or batch_size is not a multiple of n.
+        """
+        index, count = shard
+        rows_of_a_shard(config.batch_size, count)
+        dataset = shuffled_batches(Windows(self.train, config.seq_len, "training"), seed, config.batch_size)
+        if count > 1:
+            dataset = dataset.map(lambda batch: np.split(batch, count)[index])
+        iterator = iter(dataset.to_iter_dataset())
+        iterator.set_state({"next_index": start})
+        return iterator
 
     def order(self, config: DataConfig, seed: int, steps: int) -> str:
         """Returns no words: unlike a dataset's, the order does not depend on the length of the run."""
@@ -195,7 +181,6 @@ def load_text(path: pathlib.Path | None, flag: str = "--data") -> TextCorpus:
     both parts. Hidden files are left out.
 
     Args:
-      path: the file or folder.
       flag: the flag that names it, for messages.
     Raises:
       ValueError: there is nothing to read, or it is not text.

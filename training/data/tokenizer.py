@@ -131,7 +131,6 @@ def token_bytes_of(path: pathlib.Path, vocab_size: int) -> TokenBytes | None:
     """Returns the bytes of each token's text: 0 for special tokens and for ids that no token has.
 
     Args:
-      path: a tokenizer.json.
       vocab_size: number of ids; the tokenizer may have fewer.
     Returns:
       None if its decoder does not tell the bytes of single tokens, as WordPiece's does not.

@@ -63,75 +63,28 @@ PUBLISHED_RUNS: Mapping[int, PublishedRuns] = types.MappingProxyType({r.batch_si
 """The runs on DGX-B200 that submissions are checked against, by batch size."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PublishedCurve:
-    """Validation losses by sequences trained on.
-
-    Attributes:
-      name: label in tables and plots.
-      source: origin of the numbers.
-      losses: nats a token, by sequences.
-    """
-
-    name: str
-    source: str
-    losses: Mapping[int, float]
+def _curve(*losses: float) -> Mapping[int, float]:
+    """Returns losses by sequences, of evaluations every EVAL_EVERY sequences."""
+    return types.MappingProxyType({EVAL_EVERY * i: loss for i, loss in enumerate(losses, 1)})
 
 
-PUBLISHED_CURVES = (
-    PublishedCurve(
-        "reference bf16",
-        "means over runs of the bfloat16 reference at batch size 32",
-        types.MappingProxyType(
+PUBLISHED_CURVES: Mapping[str, Mapping[int, float]] = types.MappingProxyType(
+    {
+        # Means over runs of the bfloat16 reference.
+        "reference bf16": types.MappingProxyType(
             {12_288: 5.631, 24_576: 4.474, 49_152: 3.887, 98_304: 3.517, 147_456: 3.361, 172_032: 3.312}
         ),
-    ),
-    PublishedCurve(
-        "AMD fp8",
-        "mlcommons/training_results_v5.1, AMD/results/MI355X_EPYC_9575F_pytorch/llama31_8b/result_0.txt: "
-        "one run at batch size 32",
-        types.MappingProxyType(
-            {
-                12_288: 5.5950,
-                24_576: 4.4731,
-                36_864: 4.0500,
-                49_152: 3.8535,
-                61_440: 3.7231,
-                73_728: 3.6275,
-                86_016: 3.5559,
-                98_304: 3.5011,
-                110_592: 3.4505,
-                122_880: 3.4064,
-                135_168: 3.3749,
-                147_456: 3.3414,
-                159_744: 3.3184,
-                172_032: 3.2907,
-            }
+        # mlcommons/training_results_v5.1, AMD/results/MI355X_EPYC_9575F_pytorch/llama31_8b/result_0.txt
+        "AMD fp8": _curve(
+            *(5.5950, 4.4731, 4.0500, 3.8535, 3.7231, 3.6275, 3.5559),
+            *(3.5011, 3.4505, 3.4064, 3.3749, 3.3414, 3.3184, 3.2907),
         ),
-    ),
-    PublishedCurve(
-        "AMD mxfp4",
-        "mlcommons/training_results_v6.0, AMD/results/MI355X_EPYC_9575F_primus/llama31_8b/result_0.txt: one "
-        "run at batch size 32, with warm-up over 2,048 sequences",
-        types.MappingProxyType(
-            {
-                12_288: 5.7999,
-                24_576: 4.5237,
-                36_864: 4.0737,
-                49_152: 3.8707,
-                61_440: 3.7367,
-                73_728: 3.6440,
-                86_016: 3.5743,
-                98_304: 3.5142,
-                110_592: 3.4667,
-                122_880: 3.4283,
-                135_168: 3.3953,
-                147_456: 3.3563,
-                159_744: 3.3321,
-                172_032: 3.3153,
-                184_320: 3.2908,
-            }
+        # mlcommons/training_results_v6.0, AMD/results/MI355X_EPYC_9575F_primus/llama31_8b/result_0.txt, with
+        # warm-up over 2,048 sequences
+        "AMD mxfp4": _curve(
+            *(5.7999, 4.5237, 4.0737, 3.8707, 3.7367, 3.6440, 3.5743, 3.5142),
+            *(3.4667, 3.4283, 3.3953, 3.3563, 3.3321, 3.3153, 3.2908),
         ),
-    ),
+    }
 )
-"""Loss curves at batch size 32, for comparison with a run."""
+"""Validation losses by sequences trained on, at batch size 32; AMD's are of one run each."""

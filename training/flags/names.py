@@ -88,9 +88,7 @@ def suggestion(words: Iterable[str], refused: Collection[str], flags: Collection
     """Returns the flags that the words of a command line may mean, as "; did you mean --lr?", or nothing.
 
     Args:
-      words: the command line.
       refused: words that the program named as wrong; a value such as steps=10 counts as a flag only here.
-      flags: the program's flags.
     """
     meant = dict[str, str]()
     for name in _unknown(words, refused, flags):

@@ -19,7 +19,7 @@ from models.huggingface.gguf_file import write_gguf
 from models.huggingface.packed import Layout, PackedFormat, layout_for
 from models.huggingface.peft import write_adapters
 from models.huggingface.quantized import choose_operands, names_of, names_of_others, quantized_weights
-from models.huggingface.weights import as_written, check_finite, dtype_field, progress, specs_of
+from models.huggingface.weights import as_written, check_finite, progress, specs_of
 from models.lora import merged
 from models.received import read_text
 from mxjax import Operand
@@ -131,8 +131,6 @@ def export_checkpoint(
 
 
 class _Source(NamedTuple):
-    """A run to export: its folder, its config.json, its model and the parameters."""
-
     run: pathlib.Path
     saved: dict[str, Any]
     config: DecoderConfig
@@ -266,7 +264,8 @@ def _export_config(
     kept = run / HUGGINGFACE / "config.json"
     raw = read_json(kept) if kept.exists() else write_config(config, saved["config"]["data"]["seq_len"])
     raw.pop("quantization_config", None)  # the parameters are not packed
-    raw |= {dtype_field(raw): specs["model.embed_tokens.weight"].numpy_dtype.name}
+    field = "dtype" if "dtype" in raw else "torch_dtype"  # transformers 5 and 4
+    raw[field] = specs["model.embed_tokens.weight"].numpy_dtype.name
     if packing.layout is not None:
         others = names_of_others(config, packing.operands)
         raw |= {"quantization_config": packing.layout.configuration(others, activations=activations)}

@@ -73,7 +73,6 @@ def adapters_in_words(folder: pathlib.Path, step: int) -> str:
 
 
 def _in_words(model: DecoderConfig) -> str:
-    """Returns the architecture and the sizes of a model."""
     name = ARCHITECTURES[model_type(model)].name
     return (
         f"{name} with {model.n_params:,} parameters, {model.n_layers} blocks of width {model.d_model:,} and "
@@ -87,8 +86,6 @@ def model_card(
     """Returns README.md of an export: data, policy, tokens, loss, versions, commit and command.
 
     Args:
-      saved: config.json of the run.
-      step: the exported step.
       stored: how the weights are stored.
       weights: which weights; the loss is theirs.
     """

@@ -60,11 +60,9 @@ class NonFiniteGuard:
         """Continues the run in `folder`, whose metrics.jsonl records the steps skipped so far.
 
         Args:
-          folder: where the run writes.
           skips: skip a bad step instead of ending the run.
           batch_of: returns the batch of a step and its origin in the data.
           names: the layers of `StepMetrics.largest`.
-          show: prints a line.
         """
         self.skips = skips
         self._folder, self._names, self._batch_of, self._show = folder, names, batch_of, show

@@ -138,9 +138,6 @@ def settings(
     """Returns the settings at the head of the log, in the order that the checker wants.
 
     Args:
-      config: the run's configuration.
-      policies: the policy of every layer.
-      eval_sequences: sequences that an evaluation reads.
       device: name of the platform, unless the configuration gives one.
       mesh: the size of each mesh axis; data and fsdp are data parallelism.
     Raises:

@@ -176,7 +176,6 @@ def summary(
     """Returns the summary: the last evaluation, the speed, and the commands that come next.
 
     Args:
-      plan, folder: the run.
       step: the last step taken.
       done: the run is complete.
       evaluation: the last evaluation; empty if there was nothing left to do.
@@ -199,9 +198,7 @@ def overfitting(folder: pathlib.Path, losses: Mapping[int, float], last: int, be
     """Returns a line with the lowest evaluation if the last one is clearly above it.
 
     Args:
-      folder: the run's folder.
       losses: the loss of every evaluation, by step.
-      last: the last step evaluated.
       best: the step of the checkpoint with the lowest loss; None without any.
     """
     lowest = min(losses, key=lambda step: losses[step])

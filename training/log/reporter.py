@@ -1,7 +1,4 @@
-"""The records of a run, written step by step: metrics, terminal, traces, MLPerf's log, evidence of bad steps.
-
-Step metrics are fetched one step late: while step n runs, step n - 1 is reported.
-"""
+"""The records of a run: metrics, terminal, traces, MLPerf's log, evidence of bad steps."""
 
 import contextlib
 import math
@@ -37,11 +34,12 @@ class Work(NamedTuple):
     """The work of each step.
 
     Attributes:
-      tokens, flops: of a step, over all devices.
+      sequences, tokens, flops: of a step, over all devices.
       learning_rate: a function of the number of earlier updates.
       details: returns more numbers for the log from a step's `aux`, which has its cross-entropy.
     """
 
+    sequences: int
     tokens: int
     flops: float
     learning_rate: Callable[[int], Any]
@@ -55,126 +53,38 @@ def work_of(plan: Plan) -> Work:
     flops = tokens * plan.model.flops_per_token(config.data.seq_len)
     # On the host: it must not wait for the device.
     schedule = learning_rate(config.optimizer, config.steps, np)
-    if experts is None:
-        return Work(tokens, flops, schedule)
-    return Work(tokens, flops, schedule, lambda aux: summary(experts, aux.routing))
-
-
-class StepReporter:
-    """Reports a step after the next one has been dispatched, so that the device never waits."""
-
-    def __init__(
-        self, log: MetricsLog, display: Display, nonfinite: NonFiniteGuard, spikes: SpikeDetector, work: Work
-    ):
-        """Reports the work of steps to the first four."""
-        self.log, self.display, self.nonfinite, self.work = log, display, nonfinite, work
-        self._spikes = spikes
-        self._pending: tuple[int, StepMetrics] | None = None
-        self._clock = time.monotonic()
-        self.step_times: list[float] = []
-
-    def step(self, step: int, metrics: StepMetrics) -> None:
-        """Takes the metrics of a step just dispatched and reports the step before it.
-
-        Raises:
-          NonFiniteError: the loss or gradient of the step before was not finite; see `NonFiniteGuard.check`.
-        """
-        self.flush()
-        self._pending = (step, metrics)
-
-    def flush(self) -> None:
-        """Waits for the last step taken and reports it."""
-        if self._pending is None:
-            return
-        (step, metrics), self._pending = self._pending, None
-        loss = metrics.loss if metrics.aux is None else metrics.aux.cross_entropy
-        values = {
-            "loss": float(loss),
-            "grad_norm": float(metrics.grad_norm),
-            "lr": float(self.work.learning_rate(step - 1 - int(metrics.skipped))),
-        }
-        self.step_times.append(time.monotonic() - self._clock)
-        self._clock = time.monotonic()
-        recent = self.step_times[max(1, len(self.step_times) - _RECENT_STEPS) :]  # the first one compiles
-        mean = sum(recent or self.step_times) / max(len(recent), 1)
-        values |= throughput.speed(self.work.tokens, self.work.flops, mean, jax.devices())
-        values |= {"step_s": self.step_times[-1]} | memory_use(jax.local_devices()[0])
-        skipped = {"skipped": True} if self.nonfinite.skips and not metrics.finite else {}
-        values_and_details = values | dict(self.work.details(metrics.aux)) | skipped
-        self.log.write(step=step, tokens=step * self.work.tokens, **values_and_details)
-        self.display.step(step, values | ({"mean_step_s": mean} if recent else {}))
-        self.nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
-        if metrics.finite:
-            self._spikes.check(step, values["loss"], values["grad_norm"])
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Reports the last step taken; the block's time does not count for the next step."""
-        self.flush()
-        yield
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Starts the next step's time now."""
-        self._clock = time.monotonic()
-
-
-class StepTracer:
-    """Traces a range of steps into a folder. A context manager."""
-
-    def __init__(self, steps: range, folder: pathlib.Path):
-        """Takes consecutive steps; the folder is created when the first of them runs."""
-        self._steps, self._folder, self._tracing = steps, folder, False
-
-    def __enter__(self) -> "StepTracer":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._stop()
-
-    def before(self, step: int, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
-        """Starts the trace, within `pause()`, before the first traced step."""
-        if step in self._steps and not self._tracing:
-            with pause():
-                jax.profiler.start_trace(self._folder)
-                self._tracing = True
-
-    def run(self, step: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns function(*arguments), the work of a step."""
-        if not self._tracing:
-            return function(*arguments)
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            return function(*arguments)
-
-    def after(self, step: int, result: Any, pause: Callable[[], contextlib.AbstractContextManager]) -> None:
-        """Stops the trace, within `pause()`, once the last traced step has its result."""
-        if self._tracing and step == self._steps[-1]:
-            with pause():
-                jax.block_until_ready(result)
-                self._stop()
-
-    def _stop(self) -> None:
-        if self._tracing:
-            jax.profiler.stop_trace()
-            self._tracing = False
+    work = Work(config.data.batch_size, tokens, flops, schedule)
+    return work if experts is None else work._replace(details=lambda aux: summary(experts, aux.routing))
 
 
 class RunLog:
-    """Everything that a run reports: metrics, terminal, traces, MLPerf's log, evidence of bad steps."""
+    """Everything that a run reports; `open_log` opens it.
 
-    def __init__(self, reporter: StepReporter, tracer: StepTracer, mlperf_log: MLPerfLog, batch_size: int):
-        """Reports to these, and where the reporter does; `open_log` opens them."""
-        self.display, self.nonfinite, self.step_times = (
-            reporter.display,
-            reporter.nonfinite,
-            reporter.step_times,
-        )
-        self._log, self._reporter, self._tracer, self._mlperf = reporter.log, reporter, tracer, mlperf_log
-        self._batch_size, self._switched = batch_size, False
+    A step is reported after the next one has been dispatched, so that the device never waits.
+    """
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        display: Display,
+        nonfinite: NonFiniteGuard,
+        spikes: SpikeDetector,
+        mlperf: MLPerfLog,
+        work: Work,
+        traces: pathlib.Path,
+        traced_steps: range,
+    ):
+        """Reports the work of steps to the first five, and traces some of them into a folder."""
+        self.display, self.nonfinite, self.step_times = display, nonfinite, list[float]()
+        self._log, self._spikes, self._mlperf, self._work = log, spikes, mlperf, work
+        self._traces, self._traced_steps, self._tracing = traces, traced_steps, False
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._clock = time.monotonic()
+        self._switched = False
 
     def switch(self, step: int, policy: str) -> None:
         """Says that a step begins a phase, whose programs compile in that step."""
-        self._reporter.flush()
+        self.flush()
         self._log.write(step=step, policy=policy)
         self.display.line(f"step {step:6d}  policy {policy} from here on, compiling it first")
         self._switched = True
@@ -186,10 +96,14 @@ class RunLog:
 
     def traced(self, step: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns function(*arguments), the work of a step, and traces it if --profile says so."""
-        self._tracer.before(step, self.pause)
-        result = self._tracer.run(step, function, *arguments)
+        if step in self._traced_steps and not self._tracing:
+            with self.pause():
+                jax.profiler.start_trace(self._traces)
+                self._tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            result = function(*arguments)
         if self._switched:
-            self._reporter.restart_clock()  # the new program is compiled by now
+            self._clock = time.monotonic()  # the new program is compiled by now
             self._switched = False
         return result
 
@@ -199,12 +113,54 @@ class RunLog:
         Raises:
           NonFiniteError: the loss or gradient of the step before was not finite; see `NonFiniteGuard.check`.
         """
-        self._reporter.step(step, metrics)
-        self._tracer.after(step, state, self.pause)
+        self.flush()
+        self._pending = (step, metrics)
+        if self._tracing and step == self._traced_steps[-1]:
+            with self.pause():
+                jax.block_until_ready(state)
+                self.stop_trace()
+
+    def stop_trace(self) -> None:
+        """Writes the trace if one has begun."""
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
+
+    def flush(self) -> None:
+        """Waits for the last step taken and reports it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        loss = metrics.loss if metrics.aux is None else metrics.aux.cross_entropy
+        values = {
+            "loss": float(loss),
+            "grad_norm": float(metrics.grad_norm),
+            "lr": float(self._work.learning_rate(step - 1 - int(metrics.skipped))),
+        }
+        self.step_times.append(time.monotonic() - self._clock)
+        self._clock = time.monotonic()
+        recent = self.step_times[max(1, len(self.step_times) - _RECENT_STEPS) :]  # the first one compiles
+        mean = sum(recent or self.step_times) / max(len(recent), 1)
+        values |= throughput.speed(self._work.tokens, self._work.flops, mean, jax.devices())
+        values |= {"step_s": self.step_times[-1]} | memory_use(jax.local_devices()[0])
+        skipped = {"skipped": True} if self.nonfinite.skips and not metrics.finite else {}
+        values_and_details = values | dict(self._work.details(metrics.aux)) | skipped
+        self._log.write(step=step, tokens=step * self._work.tokens, **values_and_details)
+        self.display.step(step, values | ({"mean_step_s": mean} if recent else {}))
+        self.nonfinite.check(step, values["loss"], values["grad_norm"], metrics)
+        if metrics.finite:
+            self._spikes.check(step, values["loss"], values["grad_norm"])
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Reports the last step taken; the block's time does not count for the next step."""
+        self.flush()
+        yield
+        self._clock = time.monotonic()
 
     def evaluation_starts(self, step: int) -> None:
         """Says that training pauses for an evaluation."""
-        self._mlperf.evaluation_starts(step * self._batch_size)
+        self._mlperf.evaluation_starts(step * self._work.sequences)
 
     def evaluation(self, step: int, found: Mapping[str, Any]) -> None:
         """Records an evaluation.
@@ -212,7 +168,7 @@ class RunLog:
         Raises:
           NonFiniteError: the loss of a set is NaN or infinite.
         """
-        self._log.write(step=step, tokens=step * self._reporter.work.tokens, **found)
+        self._log.write(step=step, tokens=step * self._work.tokens, **found)
         self.display.line(f"step {step:6d}  {in_words(found)}")
         for name, loss in losses_of(found).items():
             if not math.isfinite(loss):
@@ -220,15 +176,11 @@ class RunLog:
 
     def evaluation_ends(self, step: int, loss: float, last: bool) -> None:
         """Says that training continues after an evaluation, unless it was the last."""
-        self._mlperf.evaluation_ends(step * self._batch_size, loss, last=last)
+        self._mlperf.evaluation_ends(step * self._work.sequences, loss, last=last)
 
     def run_ends(self, step: int, success: bool) -> None:
         """Says in MLPerf's log that the run has ended, and whether it reached its target."""
-        self._mlperf.run_ends(step * self._batch_size, success)
-
-    def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Reports the last step taken; the block's time does not count for the next step."""
-        return self._reporter.pause()
+        self._mlperf.run_ends(step * self._work.sequences, success)
 
     def sync(self) -> None:
         """Waits until every line of metrics.jsonl is on the disk."""
@@ -249,33 +201,30 @@ def open_log(
     """Yields the log, continued after the state's step, and closes it; the first process alone writes.
 
     Args:
-      plan, folder: the run.
-      state: the state to continue from.
       began: the time, in seconds since 1970, at which the program started.
       check_place: raises an error if the folder is no longer this run's; called before each line.
       description: the values of config.json, for W&B.
-      writes_mllog: write MLPerf's log.
     """
-    config, start, writes = plan.config, int(state.step), is_first_process()
-    observe, data, path = config.observe, config.data, folder / METRICS
+    config, start, writes, work = plan.config, int(state.step), is_first_process(), work_of(plan)
     with contextlib.ExitStack() as stack:
         with together():  # the others read metrics.jsonl, so the first trims it before
             log = MetricsLog(None)
             if writes:
-                log = MetricsLog(path, start, _sinks(observe, folder, start, description), check_place)
+                sinks = _sinks(config.observe, folder, start, description)
+                log = MetricsLog(folder / METRICS, start, sinks, check_place)
             stack.enter_context(log)
         display = stack.enter_context(Display(config.steps, start, config.log_every, quiet=not writes))
-        tracer = stack.enter_context(StepTracer(observe.profiled_steps, folder / "profile"))
         with together():
-            mlperf_path = folder / MLLOG if writes_mllog and writes else None
-            sequences = start * data.batch_size
-            mlperf_log = stack.enter_context(MLPerfLog(mlperf_path, settings_of(plan), sequences, began))
+            path, sequences = folder / MLLOG if writes_mllog and writes else None, start * work.sequences
+            mlperf = stack.enter_context(MLPerfLog(path, settings_of(plan), sequences, began))
             show, factor, skips = display.line, config.spike_factor, config.on_nonfinite == "skip"
             spikes = stack.enter_context(SpikeDetector(folder, factor, plan.batch_of, show, start))
             names = layer_names(state.params, block_numbers(plan.model))
             nonfinite = NonFiniteGuard(folder, skips, plan.batch_of, names, show)
-        reporter = StepReporter(log, display, nonfinite, spikes, work_of(plan))
-        yield RunLog(reporter, tracer, mlperf_log, data.batch_size)
+        traced = config.observe.profiled_steps
+        run_log = RunLog(log, display, nonfinite, spikes, mlperf, work, folder / "profile", traced)
+        stack.callback(run_log.stop_trace)
+        yield run_log
 
 
 def _sinks(

@@ -19,7 +19,7 @@ from typing import Any
 
 from models.received import read_text
 from training.files import write_atomically
-from training.process.start import check_extra, require
+from training.process.start import require
 
 PREFIX = "events.out.tfevents."
 """How the names of the files begin."""
@@ -66,11 +66,6 @@ class EventFiles:
         self._file.write(event.SerializeToString())
 
 
-def check_tensorboard() -> None:
-    """Raises MissingExtraError unless event files can be written."""
-    check_extra("tensorboard", "--tensorboard", "tensorboardX")
-
-
 ID_FILE = "wandb_id.txt"
 _PATIENCE = 60  # seconds to wait for a login and the server at the start, and at the end for uploads
 
@@ -84,7 +79,6 @@ class WandbRun:
         """Begins or continues the run; if W&B cannot be reached, its data stays in the folder.
 
         Args:
-          folder: the training run's folder.
           configuration: the values to show with the run.
         Raises:
           MissingExtraError: wandb is not installed.
@@ -105,10 +99,7 @@ class WandbRun:
                 resume="allow",
                 mode=mode,
                 settings=wandb.Settings(
-                    console="off",
-                    login_timeout=_PATIENCE,
-                    init_timeout=_PATIENCE,
-                    finish_timeout=_PATIENCE,
+                    console="off", login_timeout=_PATIENCE, init_timeout=_PATIENCE, finish_timeout=_PATIENCE
                 ),
             )
 
@@ -134,8 +125,3 @@ def _attempt(action: Callable[[], Any], otherwise: str = "training goes on witho
         text = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"train.py: warning: W&B failed ({text:.200}); {otherwise}", file=sys.stderr)
         return None
-
-
-def check_wandb() -> None:
-    """Raises MissingExtraError unless wandb is installed."""
-    check_extra("wandb", "--wandb", "wandb")

@@ -51,7 +51,6 @@ class RecentSteps:
     """The last steps, with which the next one is compared."""
 
     def __init__(self):
-        """Begins without any."""
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self._norms: collections.deque[float] = collections.deque(maxlen=RECENT)
 
@@ -121,10 +120,8 @@ class SpikeDetector:
         """Continues the run in `folder`, whose metrics.jsonl holds the recent steps.
 
         Args:
-          folder: where the run writes.
           factor: instead, a loss above this multiple of the recent median is a spike; infinity reports none.
           batch_of: returns the batch of a step and its origin in the data.
-          show: prints a line.
           start: the last step taken.
         """
         self._factor, self._batch_of, self._show = factor, batch_of, show

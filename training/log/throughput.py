@@ -35,8 +35,6 @@ def speed(tokens: int, flops: float, seconds: float, devices: list[Any]) -> dict
 
     Args:
       tokens, flops: tokens and model FLOPs of the step; recomputation does not count.
-      seconds: duration of the step.
-      devices: the devices that share it.
     Returns:
       tokens_per_s: over all devices.
       tflops_per_device: model FLOPs in 1e12 a second.

@@ -128,7 +128,6 @@ def snap_oscillating(
     value up to the rounding of one float32 addition, which is exact between half and twice the old value.
 
     Args:
-      setting: when weights are snapped.
       layers: the policies whose Fprop quantizes the weights.
       numbers: of blocks of two kinds, from `models.block.block_numbers`.
     """
@@ -201,7 +200,6 @@ def quantized_weights(
 
 
 def _seen(operand: Operand, w: jax.Array) -> jax.Array:
-    """Returns a weight as quantized by the operand."""
     return dequantize(quantize_unpacked(w, operand, -2, None))
 
 

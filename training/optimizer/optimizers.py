@@ -89,12 +89,7 @@ def make_optimizer(
         direction = _decaying(optax.trace(config.momentum), config)
     else:
         direction = optax.adamw(
-            1.0,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=mask,
+            1.0, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=mask
         )
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip),
@@ -105,7 +100,6 @@ def make_optimizer(
 
 
 def _muon(config: OptimizerConfig, model: DecoderConfig) -> optax.GradientTransformation:
-    """Returns Muon for the blocks' matrices, and AdamW for the others."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     parts: dict[Hashable, optax.GradientTransformation] = {
         "muon": _decaying(muon(model, config.momentum, config.consistent_rms), config),

@@ -22,8 +22,6 @@ def learning_rate(config: OptimizerConfig, steps: int, numpy: Any = jnp) -> opta
       constant: lr, without an end.
 
     Args:
-      config: schedule, peak rate, warm-up and final ratio.
-      steps: length of the schedule.
       numpy: the module that computes it; NumPy keeps the computation on the host.
     Source: NVIDIA NeMo's CosineAnnealing, as used by MLPerf Training llama31_8b; for wsd arXiv 2405.18392,
       equations 1 and 2.

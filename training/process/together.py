@@ -132,12 +132,7 @@ def _is_below(text: str, bound: int) -> bool:
 
 @contextlib.contextmanager
 def _waiting_for_all(which: str, patience: int) -> Iterator[None]:
-    """Ends the program with one line after `patience` seconds in the block, where JAX would abort it.
-
-    Args:
-      which: the processes, for the message.
-      patience: seconds.
-    """
+    """Ends the program with one line after `patience` seconds in the block, where JAX would abort it."""
 
     def end() -> None:
         message = (

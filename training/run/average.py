@@ -13,7 +13,6 @@ def restore_average(folder: pathlib.Path, step: int, like: Any) -> Any:
     """Returns the average in the checkpoint of a step, and reads nothing else of the optimizer's state.
 
     Args:
-      folder: the checkpoints' folder.
       like: the parameters' shapes, dtypes and shardings.
     Raises:
       ValueError: the checkpoint has no average.

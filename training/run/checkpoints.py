@@ -67,7 +67,6 @@ class Checkpoints:
         """Opens the folder.
 
         Args:
-          folder: the checkpoints' folder.
           keep: number of newest checkpoints to keep, and remove unfinished ones; None keeps everything.
           losses: evaluation losses by step; the checkpoint with the lowest loss is kept as well.
           check_place: raises an error of its own if the folder is no longer this run's.
@@ -156,7 +155,6 @@ class Checkpoints:
         For a run that has not begun, see `save_params`, it returns `like` with saved parameters, and None.
 
         Args:
-          like: a state of the run.
           step: the checkpoint's step, whose files are checked for damage. Default: the newest, where
             `checksums.set_aside_damaged` has looked for it.
         Raises:
@@ -287,7 +285,6 @@ class Checkpoints:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _partial(self) -> pathlib.Path:
-        """Returns the folder of the unfinished checkpoint."""
         assert self._saving is not None
         return next(self._folder.glob(f"{self._saving.step}.orbax-checkpoint-tmp*"))
 
@@ -380,7 +377,6 @@ def _is_no_orbax_error(record: logging.LogRecord) -> bool:
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """Returns everything in a state except the parameters and the frozen ones."""
     rest = state._asdict()
     del rest["params"], rest["frozen"]
     return rest

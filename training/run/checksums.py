@@ -38,7 +38,6 @@ def write(folder: pathlib.Path, step: int) -> None:
     Checksums that `write_part` has computed are reused; its files are removed.
 
     Args:
-      folder: the checkpoint's folder.
       step: the step of the state in it, which is to be the folder's name.
     """
     parts = list(folder.glob(_PART.format("*")))
@@ -75,7 +74,6 @@ def problems(
     used.
 
     Args:
-      folder: the checkpoint's folder.
       largest: size in bytes above which only a file's size is compared.
       share: (i, n) checks every n-th file from the i-th on, largest first.
       item: checks the files of this item alone, such as params.
@@ -101,13 +99,11 @@ def problems(
 
 
 def _files(folder: pathlib.Path) -> dict[str, int]:
-    """Returns the size of each file to list, by name."""
     paths = ((path, path.relative_to(folder).as_posix()) for path in folder.rglob("*") if path.is_file())
     return {name: path.stat().st_size for path, name in sorted(paths) if name not in _COMPLETED_LATER}
 
 
 def _sums(folder: pathlib.Path, sizes: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-    """Returns the size and checksum of each file, by name."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         sums = pool.map(lambda name: (sizes[name], crc32_of(folder / name)), sizes)
         return dict(zip(sizes, sums, strict=True))

@@ -94,7 +94,6 @@ def restore_weights(
 
 
 def _origin(config: Config) -> pathlib.Path:
-    """Returns the folder of the checkpoint that a new run freezes."""
     if config.branch is not None:
         return branch_point(config.branch).folder / FROZEN
     assert config.init is not None

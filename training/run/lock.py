@@ -8,11 +8,12 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import functools
 import os
 import pathlib
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from training.files import is_same
@@ -25,33 +26,9 @@ _BEGIN = "process "
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on some network file systems
 
 
-class RunLock:
-    """The lock of a folder, by open descriptors of the lock file and of the folder.
-
-    Descriptors stay with what they opened, whatever becomes of its name.
-    """
-
-    def __init__(self, folder: pathlib.Path, file: int, opened_folder: int):
-        self.folder, self._file, self._opened_folder = folder, file, opened_folder
-
-    def is_in_place(self) -> bool:
-        """Returns whether the lock file still lies in the folder, under its name."""
-        return is_same(self._file, self.folder / LOCK)
-
-    def folder_now(self) -> pathlib.Path | None:
-        """Returns where the folder lies now; None if it was removed, or the system cannot say."""
-        if is_same(self._opened_folder, self.folder):
-            return self.folder
-        try:
-            found = pathlib.Path(f"/proc/self/fd/{self._opened_folder}").readlink()  # Linux
-        except OSError:
-            return None
-        return found if is_same(self._opened_folder, found) else None
-
-
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[RunLock]:
-    """Creates the folder and holds its lock during the block.
+def locked(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """Creates the folder and holds its lock during the block; yields a function that calls `_check_place`.
 
     Raises:
       ValueError: another process holds the lock; the message names the process and its host. Or the file is
@@ -69,7 +46,7 @@ def locked(folder: pathlib.Path) -> Iterator[RunLock]:
         file.flush()
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, opened)
-        yield RunLock(folder, descriptor, opened)
+        yield functools.partial(_check_place, folder, descriptor, opened)
 
 
 def check_unlocked(folder: pathlib.Path) -> None:
@@ -120,19 +97,27 @@ class FolderLostError(RuntimeError):
     """A run's folder is no longer its own; the message says what is kept and where."""
 
 
-def check_place(lock: RunLock) -> None:
-    """Raises FolderLostError unless the lock file still lies in the run's folder, under its name."""
-    if lock.is_in_place():
+def _check_place(folder: pathlib.Path, lock: int, opened: int) -> None:
+    """Raises FolderLostError unless the lock file still lies in the run's folder, under its name.
+
+    Args:
+      lock, opened: descriptors of the lock file and of the folder, which stay with what they opened, whatever
+        becomes of its name.
+    """
+    if is_same(lock, folder / LOCK):
         return
-    lost, now = f"{lock.folder} is no longer this run's", lock.folder_now()
-    if now is None:
+    lost, now = f"{folder} is no longer this run's", folder
+    if not is_same(opened, folder):
+        with contextlib.suppress(OSError):
+            now = pathlib.Path(f"/proc/self/fd/{opened}").readlink()  # Linux
+    if not is_same(opened, now):
         raise FolderLostError(f"{lost}: it was removed, or moved out of sight, with all that the run saved")
     steps = saved_steps(now / "checkpoints")
     records = f"{METRICS} and " if (now / METRICS).exists() else ""  # it may be in removal
     kept = f"holds {records}no checkpoint"
     if steps:
         kept = f"holds {records}the checkpoint of step {steps[-1]}; continue with: {command_to_continue(now)}"
-    if now == lock.folder:
+    if now == folder:
         raise FolderLostError(
             f"{lost} alone: its file {LOCK} was removed or replaced, so that another run may write there. "
             f"It {kept}"

@@ -29,6 +29,8 @@ _MAY_CHANGE |= {"expert_traffic", "on_nonfinite"}
 _SCHEDULE = ("steps", "schedule", "decay", "decay_shape", "min_lr_ratio")
 """May change too where the learning rates so far do not."""
 _ORIGIN = ("init", "branch")  # of the run that a branch leaves
+_PLACE: dict[str, Any] = {"mesh": None, "devices": None, "distributed": False, "expert_traffic": None}
+"""The devices may be others than those at the beginning."""
 
 
 class Branch(NamedTuple):
@@ -70,14 +72,15 @@ def branch_defaults(path: pathlib.Path, decay: int | None, steps: int | None) ->
         changes = {"optimizer": optimizer, "steps": step + decay}
     observe = dataclasses.replace(begun.observe, profile=None)
     changes |= {"observe": observe, "init": None, "out": None, "resume": False, "stop_after": None}
-    changes |= {"mesh": None, "devices": None, "distributed": False, "expert_traffic": None}
-    return dataclasses.replace(begun, **changes)
+    return dataclasses.replace(begun, **changes, **_PLACE)
 
 
 def extension_defaults(folder: pathlib.Path, steps: int | None) -> Config | None:
     """Returns the configuration of the run that --resume names; None unless it has begun."""
-    begun = begun_run(folder)
-    return begun and _extended(begun, steps, last_checkpoint(folder))
+    if (begun := begun_run(folder)) is None:
+        return None
+    extended = _extended(begun, steps, last_checkpoint(folder))
+    return dataclasses.replace(extended, stop_after=None, **_PLACE)
 
 
 def _extended(begun: Config, steps: int | None, taken: int) -> Config:
@@ -106,13 +109,6 @@ def begun_config(saved: Mapping[str, Any]) -> Config | None:
     return from_json(saved["config"]) if "data" in saved else None
 
 
-def read_run_to_resume(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the config.json of the run that --resume names; raises ValueError if there is none."""
-    if not (folder / CONFIG).exists():
-        raise ValueError(f"--resume: {folder} holds no run; leave out --resume to start one there")
-    return read_run_config(folder)
-
-
 def check_same_run(config: Config, begun: Config, folder: pathlib.Path, taken: int) -> None:
     """Raises ValueError unless this configuration continues the run in `folder` after `taken` steps."""
     check_resumable(config, begun, folder)
@@ -124,7 +120,6 @@ def check_same_run(config: Config, begun: Config, folder: pathlib.Path, taken: i
 
 
 def _branches(config: Config) -> bool:
-    """Returns whether the configuration is that of a branch that has not begun."""
     return config.branch is not None and not config.resume
 
 
@@ -175,10 +170,6 @@ def last_checkpoint(folder: pathlib.Path) -> int:
 def check_extension(config: Config, saved: Config, taken: int) -> None:
     """Checks that a run may go on with another length or schedule, as far as flags decide it.
 
-    Args:
-      config: the configuration asked for.
-      saved: the run's own.
-      taken: steps taken so far.
     Raises:
       ValueError: it may not; the message says why.
     """

@@ -4,7 +4,6 @@ Nobody else opens, checks or repairs the files in it.
 """
 
 import contextlib
-import functools
 import math
 import pathlib
 import shutil
@@ -36,14 +35,14 @@ from training.plan import Plan
 from training.process.environment import input_errors, memory_errors, path_errors, start_jax
 from training.process.failure import failing_together
 from training.process.interruption import Interrupted, Interruption, RunInterrupted
-from training.process.together import ProcessError, is_first_process, join_processes, together
+from training.process.together import ProcessError, gather, is_first_process, join_processes, together
 from training.run.checkpoints import Checkpoints
 from training.run.checksums import saved_steps, set_aside_damaged
 from training.run.frozen import FROZEN, read_frozen
-from training.run.lock import LOCK, check_place, locked
+from training.run.lock import LOCK, locked
 from training.run.record import CONFIG
 from training.run.resume import branch_point
-from training.run.setup import check_agreement, check_folder, description_of, open_folder, set_up
+from training.run.setup import check_folder, check_same, description_of, must_agree, open_folder, set_up
 from training.sharding import global_batch, process_part
 from training.step import TrainState
 
@@ -101,7 +100,7 @@ class Run:
                     shard = process_part(plan.mesh, data.batch_size)
                     stream = plan.corpus.batches(data, plan.config.seed, plan.config.steps, shard=shard)
                 if config.distributed:
-                    check_agreement(plan, path)
+                    check_same(gather(lambda: must_agree(plan, path)))
                 folder = _Folder(path, had_folder, plan.config.resume)
                 with together():
                     if is_first_process():
@@ -307,7 +306,6 @@ class Run:
         )
 
     def _is_on_target(self, n: int) -> bool:
-        """Returns whether the evaluation after step n reached the target; False without one."""
         target = self.plan.config.target_loss
         return target is not None and self.checkpoints.losses.get(n, math.inf) <= target
 
@@ -316,7 +314,6 @@ class Run:
         return n % every == 0 or n == self.plan.config.last_step
 
     def _last_of(self, phase: Phase) -> int:
-        """Returns the last step of a phase in this invocation."""
         later = (p.first_step - 1 for p in self.plan.phases if p.first_step > phase.first_step)
         return min(next(later, self.plan.config.steps), self.plan.config.last_step)
 
@@ -336,7 +333,7 @@ class _Folder:
 
     def take(self, plan: Plan, stack: contextlib.ExitStack) -> None:
         """Locks the folder until the stack closes, and sets damaged records aside."""
-        self.check = functools.partial(check_place, stack.enter_context(locked(self.path)))
+        self.check = stack.enter_context(locked(self.path))
         check_folder(self._resume, self.path)  # once more: another run may have begun there meanwhile
         parsers: Mapping[str, Callable[[bytes], Any]]
         parsers = {METRICS: parse_record, SPIKES: parse_record, mlperf.MLLOG: mlperf.parse_event}

@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -28,12 +28,10 @@ from models.sharding import parts_of
 from mxjax.products.implementations import check_implementations, check_remat, choose_implementation
 from mxjax.runtime.checkout import commit
 from training.config import Config, DataConfig, by_flag
-from training.data.evaluation_sets import EvaluationSet
 from training.data.load import documents_of, held_out_tokens, load_data, make_sets
 from training.data.megatron import is_indexed, parse_blend
 from training.files import HUGGINGFACE, temporary_path
 from training.log.mlperf import settings_of
-from training.log.sinks import check_tensorboard, check_wandb
 from training.memory import gib, memory_there_is
 from training.optimizer.config import DefaultRate, bytes_a_parameter
 from training.optimizer.delayed import check_delayed
@@ -41,7 +39,8 @@ from training.optimizer.optimizers import check_no_decay, check_optimizer
 from training.phases import Phase, expand, files_of, files_on_record, from_record, phases_of, to_record
 from training.plan import Plan
 from training.process.environment import facts
-from training.process.together import gather, is_first_process
+from training.process.start import check_extra
+from training.process.together import is_first_process
 from training.run.checksums import check_saveable, saved_steps
 from training.run.frozen import check_lora
 from training.run.lock import LOCK, check_unlocked
@@ -62,7 +61,6 @@ from training.run.resume import (
     check_same_run,
     extend_phases,
     last_checkpoint,
-    read_run_to_resume,
 )
 from training.run.tokens import (
     checked_tokens,
@@ -86,10 +84,9 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     mesh = make_mesh(config.mesh)
     check_lora(config, mesh.size)
     check_memory(mesh.shape, config, dataclasses.replace(model, vocab_size=config.data.vocab_size or 1))
-    if config.observe.tensorboard:
-        check_tensorboard()
-    if config.observe.wandb:
-        check_wandb()
+    for extra, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(config.observe, extra):
+            check_extra(extra, f"--{extra}", module)
     tokenizer = checked_tokens(config.data, saved, source, config.init)
     corpus = load_data(config.data, model.vocab_size)
     check_rate(config, source or folder, saved)
@@ -128,25 +125,20 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     return plan
 
 
-class Choice(NamedTuple):
-    """The configuration and the model of a run, and the run that it continues.
+def choose(
+    config: Config, folder: pathlib.Path
+) -> tuple[Config, DecoderConfig, tuple[Phase, ...], pathlib.Path | None, dict[str, Any]]:
+    """Returns the configuration, model and phases of a run in `folder`, and the run that it continues.
 
-    Attributes:
-      source: the folder of the run that is continued, or None.
-      saved: what its config.json holds, or nothing.
+    Of that run it returns the folder, or None, and what its config.json holds, or nothing.
+
+    Raises:
+      ValueError: they cannot run here.
     """
-
-    config: Config
-    model: DecoderConfig
-    phases: tuple[Phase, ...]
-    source: pathlib.Path | None
-    saved: dict[str, Any]
-
-
-def choose(config: Config, folder: pathlib.Path) -> Choice:
-    """Returns the model and the phases of a run in `folder`; raises ValueError unless they can run here."""
     source, taken = continued(config, folder)
-    saved = {} if source is None else read_run_to_resume(source)
+    if source is not None and not (source / CONFIG).exists():
+        raise ValueError(f"--resume: {source} holds no run; leave out --resume to start one there")
+    saved = {} if source is None else read_run_config(source)
     if (begun := begun_config(saved)) is not None:
         check_same_run(config, begun, source or folder, taken)
     if config.branch is not None and begun is not None:
@@ -156,7 +148,7 @@ def choose(config: Config, folder: pathlib.Path) -> Choice:
     config, model = choose_model(config, source or folder, saved)
     phases = choose_phases(config, model, taken, saved)
     check_computation(config, model, phases)
-    return Choice(config, model, phases, source, saved)
+    return config, model, phases, source, saved
 
 
 def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:
@@ -342,15 +334,6 @@ def open_folder(plan: Plan, folder: pathlib.Path) -> None:
 _SHOWN = 5  # differences in an error message
 
 
-def check_agreement(plan: Plan, folder: pathlib.Path) -> None:
-    """Compares the runs that all processes have set up; all of them must call it.
-
-    Raises:
-      ValueError: they differ; the message names the processes, what differs, and how.
-    """
-    check_same(gather(lambda: must_agree(plan, folder)))
-
-
 def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     """Returns everything that must be the same in all processes, by names for messages."""
     flags = {name: str(value) for name, value in by_flag(plan.config).items()}
@@ -358,13 +341,14 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     del flags["data"], flags["eval_data"]  # they may lie elsewhere on each host; checksums tell them apart
     data = plan.corpus.facts | {"weights": parse_blend(plan.config.data.data)[1]}
     del data["source"]
+    sets = [[s.name, s.n_bytes, *(zlib.crc32(b.tobytes()) for b in s.batches)] for s in plan.held_out]
     devices = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "checksum of the model's shape": _checksum(to_dict(plan.model)),
         "checksum of all layers' policies": _checksum(to_record(plan.phases)),
         **{f"the data's {name}": value for name, value in data.items()},
-        "checksum of the evaluation sets": _checksum([_summary(one) for one in plan.held_out]),
+        "checksum of the evaluation sets": _checksum(sets),
         "mask of documents": plan.documents,
         **facts(),
         "device": devices,
@@ -372,16 +356,12 @@ def must_agree(plan: Plan, folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _summary(one: EvaluationSet) -> list[Any]:
-    return [one.name, one.n_bytes, *(zlib.crc32(batch.tobytes()) for batch in one.batches)]
-
-
 def _checksum(value: object) -> str:
     return f"{zlib.crc32(json.dumps(value).encode()):08x}"
 
 
 def check_same(descriptions: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError unless all descriptions equal the first."""
+    """Raises ValueError unless `must_agree` of all processes equals the first."""
     first = descriptions[0]
     different = [index for index, other in enumerate(descriptions) if other != first]
     if not different:

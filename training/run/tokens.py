@@ -78,7 +78,6 @@ def find_tokenizer(run: pathlib.Path, data: Sequence[str]) -> tuple[pathlib.Path
 
     Args:
       run: the run's folder; that of an imported checkpoint holds a tokenizer.
-      data: the run's --data.
     Raises:
       ValueError: it has other tokens than the run was trained on.
     """

@@ -104,7 +104,6 @@ def below(patterns: Sequence[str], *, strict: bool = False) -> list[str]:
 
 
 def _in_folder(folder: str, recursive: bool) -> list[str]:
-    """Returns the files of a folder; see `find_files`."""
     deeper = below([folder], strict=recursive)
     files = [file.path for file in os.scandir(folder) if not file.is_dir() and _is_read(file.path)]
     is_dataset = any(file.endswith(".parquet") for file in (*files, *deeper))
@@ -147,7 +146,6 @@ def _split(path: str) -> str | None:
 
 
 def _paths(patterns: Sequence[str]) -> list[str]:
-    """Returns the files and folders that patterns name."""
     found = ([p] if os.path.exists(p) else _matches(p) for p in patterns)
     return [path for paths in found for path in paths]
 

@@ -259,7 +259,6 @@ def train_tokenizer(files: Sequence[str], field: str, vocab_size: int, limit: in
 
     Args:
       files: files for `Documents`; malformed lines are ignored here and reported when tokenizing.
-      field: field that holds the text.
       vocab_size: 257 or more.
       limit: characters to read in total, an equal share of each file.
     Raises:

@@ -22,13 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from training.data.tokenizer import SpecialTokens, load_tokenizer
-from training.files import (
-    problem,
-    read_checked,
-    size_and_crc32,
-    temporary_path,
-    to_checked,
-)
+from training.files import problem, read_checked, size_and_crc32, temporary_path, to_checked
 from training.tokenize.documents import Document, Documents, Problem
 
 _BATCH = 2**17  # characters encoded at a time
@@ -114,10 +108,6 @@ def make(
     """Makes the shards with the given numbers and yields each one when it is done.
 
     Args:
-      job: everything that a worker needs.
-      files: all input files.
-      numbers: the shards to make.
-      processes: number of worker processes.
       show: called several times a second with the bytes read and the tokens made so far.
     Raises:
       ValueError: a file cannot be read, or a process was killed. Finished shards are kept.

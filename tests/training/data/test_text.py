@@ -1,6 +1,7 @@
 """Corpora and batches: what is read, how it is split, and that batches depend on seed and step alone."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 
@@ -9,10 +10,11 @@ import pytest
 
 from training.config import DataConfig
 from training.data.load import load_data, load_held_out
-from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, batches, evaluation_batches, load_text
+from training.data.text import END_OF_DOCUMENT, VOCAB_SIZE, TextCorpus, evaluation_batches, load_text
 
 CONFIG = DataConfig(batch_size=4, seq_len=8)
 TOKENS = np.arange(200, dtype=np.uint16)
+batches = functools.partial(TextCorpus(TOKENS, TOKENS, "a test").batches, steps=0)
 
 
 def take(stream, n):
@@ -130,14 +132,14 @@ def test_nothing_to_read_is_an_error(tmp_path, name):
 
 
 def test_targets_are_inputs_shifted_by_one():
-    batch = next(batches(TOKENS, CONFIG, seed=0))
+    batch = next(batches(CONFIG, seed=0))
     assert batch.shape == (4, 9)
     assert batch.dtype == np.int32
     np.testing.assert_array_equal(np.diff(batch, axis=1), 1)
 
 
 def test_an_epoch_visits_every_window_once_and_the_next_in_another_order():
-    rows = np.concatenate(take(batches(TOKENS, CONFIG, seed=0), 12))[:, 0]
+    rows = np.concatenate(take(batches(CONFIG, seed=0), 12))[:, 0]
     n_windows = (len(TOKENS) - 1) // CONFIG.seq_len
     first, second = rows[:n_windows], rows[n_windows : 2 * n_windows]
     np.testing.assert_array_equal(np.sort(first), CONFIG.seq_len * np.arange(n_windows))
@@ -146,21 +148,19 @@ def test_an_epoch_visits_every_window_once_and_the_next_in_another_order():
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    whole = take(batches(TOKENS, CONFIG, seed=3), 12)
-    resumed = take(batches(TOKENS, CONFIG, seed=3, start=7), 5)
+    whole = take(batches(CONFIG, seed=3), 12)
+    resumed = take(batches(CONFIG, seed=3, start=7), 5)
     np.testing.assert_array_equal(whole[7:], resumed)
-    assert not np.array_equal(whole, take(batches(TOKENS, CONFIG, seed=4), 12))
+    assert not np.array_equal(whole, take(batches(CONFIG, seed=4), 12))
 
 
 def test_batches_of_one_are_the_rows_of_larger_ones():
-    rows = take(batches(TOKENS, DataConfig(batch_size=1, seq_len=8), seed=3), 12)
-    np.testing.assert_array_equal(
-        np.concatenate(rows), np.concatenate(take(batches(TOKENS, CONFIG, seed=3), 3))
-    )
+    rows = take(batches(DataConfig(batch_size=1, seq_len=8), seed=3), 12)
+    np.testing.assert_array_equal(np.concatenate(rows), np.concatenate(take(batches(CONFIG, seed=3), 3)))
 
 
 def test_the_position_is_the_number_of_batches_taken():
-    stream = batches(TOKENS, CONFIG, seed=0)
+    stream = batches(CONFIG, seed=0)
     take(stream, 5)
     assert stream.get_state() == {"next_index": 5}
 
@@ -174,12 +174,12 @@ def test_evaluation_reads_in_order_and_to_the_end():
 
 
 @pytest.mark.parametrize(
-    "read", [lambda t, c: batches(t, c, 0), lambda t, c: list(evaluation_batches(t, c, 1))]
+    "read", [lambda c: batches(c, seed=0), lambda c: list(evaluation_batches(TOKENS, c, 1))]
 )
 def test_a_sequence_longer_than_the_data_is_an_error(read):
     said = r"needs --seq-len \+ 1 = 201 tokens and the (training|validation) data has 200"
     with pytest.raises(ValueError, match=said):
-        read(TOKENS, DataConfig(seq_len=200))
+        read(DataConfig(seq_len=200))
 
 
 @pytest.mark.skipif(

@@ -1,6 +1,7 @@
 """Where a run's numbers go: the log, the display, the late reporter, and the spikes found in them."""
 
 import json
+import pathlib
 import re
 import types
 
@@ -13,7 +14,7 @@ from training.log import throughput
 from training.log.display import Display
 from training.log.health import NonFiniteError
 from training.log.metrics import MetricsLog, json_line
-from training.log.reporter import StepReporter, Work
+from training.log.reporter import RunLog, Work
 from training.log.spikes import SpikeDetector, find_spikes
 from training.step import StepMetrics
 
@@ -39,7 +40,7 @@ class Recorder:
 
 
 def reporter_to(out, flops_a_step=1e9, learning_rate=lambda step: 0.0):
-    return StepReporter(out, out, out, out, Work(8, flops_a_step, learning_rate))
+    return RunLog(out, out, out, out, out, Work(2, 8, flops_a_step, learning_rate), pathlib.Path(), range(0))
 
 
 def metrics(loss=1.0, skipped=0):
@@ -64,9 +65,9 @@ def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     out = Recorder()
     reporter = reporter_to(out, learning_rate=lambda step: step / 10)
-    reporter.step(1, metrics())
+    reporter.step(1, None, metrics())
     assert out.written == []
-    reporter.step(2, metrics(loss=0.5))
+    reporter.step(2, None, metrics(loss=0.5))
     reporter.flush()
     reporter.flush()
     found = [(w["step"], w["tokens"], w["loss"], w["lr"]) for w in out.written]
@@ -78,9 +79,9 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
 def test_a_loss_that_is_not_finite_is_logged_and_raised():
     out = Recorder()
     reporter = reporter_to(out)
-    reporter.step(7, metrics(float("nan")))
+    reporter.step(7, None, metrics(float("nan")))
     with pytest.raises(NonFiniteError, match="loss nan"):
-        reporter.step(8, metrics())
+        reporter.step(8, None, metrics())
     assert [w["step"] for w in out.written] == [7]
 
 
@@ -89,7 +90,7 @@ def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates()
     out.skips = True
     reporter = reporter_to(out, learning_rate=lambda updates: updates)
     for step, m in enumerate([metrics(), metrics(float("nan")), metrics(skipped=1)], 1):
-        reporter.step(step, m)
+        reporter.step(step, None, m)
     reporter.flush()
     assert [w["lr"] for w in out.written] == [0, 1, 1]
     assert [w.get("skipped", False) for w in out.written] == [False, True, False]
@@ -160,10 +161,10 @@ def test_a_step_is_reported_with_its_rates(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = Recorder()
     reporter = reporter_to(out, flops_a_step=2e12)
-    reporter.step(1, first)
-    reporter.flush()
-    reporter.restart_clock()  # an evaluation lasted eight seconds
-    reporter.step(2, second)
+    reporter.step(1, None, first)
+    with reporter.pause():  # an evaluation lasts eight seconds
+        pass
+    reporter.step(2, None, second)
     reporter.flush()
     found = [(w["step_s"], w["tokens_per_s"], w["tflops_per_device"]) for w in out.written]
     assert found == [(2.0, 4.0, 1.0), (1.0, 8.0, 2.0)]

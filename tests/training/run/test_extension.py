@@ -137,9 +137,9 @@ def begin(folder, *flags):
 def test_a_cosine_keeps_its_length_in_a_longer_run_and_in_a_longer_branch(tmp_path):
     begin(tmp_path / "run", "--steps", "300", "--warmup-steps", "20")
     for flags in (["--resume", "--out", f"{tmp_path}/run"], ["--branch", f"{tmp_path}/run", "--out", "new"]):
-        config = choose(parse([*flags, "--steps", "400"]), tmp_path / "run").config
+        config, *_ = choose(parse([*flags, "--steps", "400"]), tmp_path / "run")
         assert (config.steps, config.optimizer.decay) == (400, 280)
-        assert choose(parse(flags), tmp_path / "run").config.optimizer.decay is None
+        assert choose(parse(flags), tmp_path / "run")[0].optimizer.decay is None
 
 
 def test_a_branch_of_a_run_stays_at_its_checkpoint_while_that_run_goes_on(tmp_path):
@@ -149,14 +149,14 @@ def test_a_branch_of_a_run_stays_at_its_checkpoint_while_that_run_goes_on(tmp_pa
     record = begin(
         origin, "--policy", "wgrad; fp8 from 0.82", *changed, "--devices", "3", "--schedule", "constant"
     )
-    config = choose(parse(["--branch", str(origin), "--out", str(out), *changed]), out).config
+    config, *_ = choose(parse(["--branch", str(origin), "--out", str(out), *changed]), out)
     assert config.branch == origin / "checkpoints" / "100"
     assert config.devices is None
     out.mkdir()
     write_run_config(out, record | {"config": to_json(config)})
     (origin / "checkpoints" / "200").mkdir()
     for flags in ([], ["--branch", str(origin)]):
-        resumed = choose(parse(["--resume", "--out", str(out), *flags]), out).config
+        resumed, *_ = choose(parse(["--resume", "--out", str(out), *flags]), out)
         assert resumed.branch == config.branch
     with pytest.raises(ValueError, match=r"--branch: the run has .*/100, the command line .*/200"):
         choose(parse(["--resume", "--out", str(out), "--branch", f"{origin}/checkpoints/200"]), out)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from training.log.metrics import MetricsLog
-from training.run.lock import FolderLostError, check_place, check_unlocked, locked
+from training.run.lock import FolderLostError, check_unlocked, locked
 
 ROOT = pathlib.Path(__file__).parents[3]
 HOLD = "import pathlib, sys\nfrom training.run.lock import locked\n"
@@ -109,8 +109,8 @@ def test_a_line_is_not_written_to_a_folder_that_was_lost(tmp_path, lose, said):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     (folder / "checkpoints" / "20").mkdir(parents=True)
     with (
-        locked(folder) as lock,
-        MetricsLog(folder / "metrics.jsonl", check_place=lambda: check_place(lock)) as log,
+        locked(folder) as check_place,
+        MetricsLog(folder / "metrics.jsonl", check_place=check_place) as log,
     ):
         log.write(step=1, loss=2.5)
         lose(folder, moved)
@@ -121,11 +121,11 @@ def test_a_line_is_not_written_to_a_folder_that_was_lost(tmp_path, lose, said):
 
 
 def test_a_folder_without_checkpoints_says_so(tmp_path):
-    with locked(tmp_path / "run") as lock:
-        check_place(lock)
+    with locked(tmp_path / "run") as check_place:
+        check_place()
         (tmp_path / "run").rename(tmp_path / "moved")
         with pytest.raises(FolderLostError, match=r"moved holds no checkpoint$"):
-            check_place(lock)
+            check_place()
         (tmp_path / "moved" / "metrics.jsonl").touch()
         with pytest.raises(FolderLostError, match=r"moved holds metrics\.jsonl and no checkpoint$"):
-            check_place(lock)
+            check_place()
