@@ -102,7 +102,15 @@ def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> E
 
     Special values: infinite dB if exact. For an all-zero x the cosine and the projection are NaN; the others
     are NaN if the approximation is all zero too, else -infinite dB and an infinite relative error.
+
+    Raises:
+      ValueError: the two have different shapes.
     """
+    check_arrays("error", x=x, approximation=approximation)
+    if x.shape != approximation.shape:
+        raise ValueError(
+            f"error needs x and its approximation in one shape, got {x.shape} and {approximation.shape}"
+        )
     x, a = x.astype(jnp.float32), approximation.astype(jnp.float32)
     signal, noise, norm = jnp.sum(x * x), jnp.sum((x - a) ** 2), jnp.sum(a * a)
     product = jnp.sum(x * a)
