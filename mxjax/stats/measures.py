@@ -21,6 +21,7 @@ from mxjax.products.linear import Options, forward
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays, check_tensor
 from mxjax.runtime.keys import fold
+from mxjax.runtime.mesh import varying_as
 from mxjax.runtime.tables import table
 
 
@@ -158,7 +159,8 @@ def gemms(
         check_tensor("gemms", tensor)
     if dy.shape != (shape := (*x.shape[:-1], *w.shape[1:])):
         raise ValueError(f"gemms needs dy with the shape of x @ w, {shape}, got {dy.shape}")
-    x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
+    # Under `jax.shard_map`, each device measures its own shard: no gradient is summed.
+    x, w, dy = (varying_as(a.astype(jnp.float32), x, w, dy) for a in (x, w, dy))
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
 
     def products(policy, implementation):
