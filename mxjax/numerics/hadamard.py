@@ -90,7 +90,7 @@ def rotate(
                 f"pass mxjax.random_signs(key, {size})"
             )
     check_axis("rotate", axis)
-    return _rotate(x, size, axis, signs)
+    return _rotate(x, int(size), axis, signs)
 
 
 def _check_size(function: str, name: str, size: object) -> None:

@@ -79,12 +79,12 @@ class Runs(NamedTuple):
     @property
     def starts(self) -> Int32[Array, " g_1"]:
         """The first run of each expert, and the end of the last."""
-        return jnp.cumulative_sum(-(-self.sizes // self.run), include_initial=True)
+        return jnp.cumulative_sum(-(-self.sizes // self.run), dtype=jnp.int32, include_initial=True)
 
     @property
     def ends(self) -> Int32[Array, " g_2"]:
         """0, the end of each expert's rows, and the number of rows."""
-        ends = jnp.cumulative_sum(self.sizes, include_initial=True)
+        ends = jnp.cumulative_sum(self.sizes, dtype=jnp.int32, include_initial=True)
         return jnp.append(ends, jnp.asarray(self.rows, jnp.int32))
 
     @property

@@ -6,7 +6,6 @@ result's sharding; inside the product these axes are Auto. Under `jax.shard_map`
 across devices.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.sharding import NamedSharding, PartitionSpec, auto_axes
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes, reshard
 from jaxtyping import Array, Shaped
 
 
@@ -149,7 +148,16 @@ def on_auto_axes(
             shardings.append(tuple(name for name in names if name not in used) or None)
             used.update(names)
     on_auto: Any = auto_axes(product, axes=tuple(meshes[0].explicit_axes))
-    return functools.partial(on_auto, out_sharding=NamedSharding(meshes[0], PartitionSpec(*shardings)))
+    out = NamedSharding(meshes[0], PartitionSpec(*shardings))
+
+    def run(*operands: Any) -> jax.Array:
+        if not jax.sharding.get_abstract_mesh().empty:
+            # Without this, the gradient of an array that is on no mesh has the type of Auto axes.
+            operands = jax.tree.map(lambda x: reshard(x, jax.typeof(x).sharding.spec), operands)
+        result: jax.Array = on_auto(*operands, out_sharding=out)
+        return result
+
+    return run
 
 
 def maximum_as(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from mxjax.products.linear import Options, forward
 from mxjax.recipes import as_policy
 from mxjax.runtime.arguments import check_arrays, check_tensor
 from mxjax.runtime.keys import fold
+from mxjax.runtime.mesh import varying_as
 from mxjax.runtime.tables import table
 
 
@@ -102,7 +103,15 @@ def error(x: Float[Array, "*shape"], approximation: Float[Array, "*shape"]) -> E
 
     Special values: infinite dB if exact. For an all-zero x the cosine and the projection are NaN; the others
     are NaN if the approximation is all zero too, else -infinite dB and an infinite relative error.
+
+    Raises:
+      ValueError: the two have different shapes.
     """
+    check_arrays("error", x=x, approximation=approximation)
+    if x.shape != approximation.shape:
+        raise ValueError(
+            f"error needs x and its approximation in one shape, got {x.shape} and {approximation.shape}"
+        )
     x, a = x.astype(jnp.float32), approximation.astype(jnp.float32)
     signal, noise, norm = jnp.sum(x * x), jnp.sum((x - a) ** 2), jnp.sum(a * a)
     product = jnp.sum(x * a)
@@ -150,7 +159,8 @@ def gemms(
         check_tensor("gemms", tensor)
     if dy.shape != (shape := (*x.shape[:-1], *w.shape[1:])):
         raise ValueError(f"gemms needs dy with the shape of x @ w, {shape}, got {dy.shape}")
-    x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
+    # Under `jax.shard_map`, each device measures its own shard: no gradient is summed.
+    x, w, dy = (varying_as(a.astype(jnp.float32), x, w, dy) for a in (x, w, dy))
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
 
     def products(policy, implementation):

@@ -52,6 +52,8 @@ def test_fixed_signs_are_those_that_jax_draws(seed, x64):
 def test_matrix_is_sylvesters(n):
     expected = scipy.linalg.hadamard(n) / np.sqrt(n)
     np.testing.assert_allclose(mxjax.hadamard_matrix(n), expected, rtol=2.0**-23)
+    with oracles.types_unchecked():  # a NumPy integer is no int
+        np.testing.assert_array_equal(mxjax.hadamard_matrix(np.int64(n)), mxjax.hadamard_matrix(n))
 
 
 @pytest.mark.parametrize("size", SIZES)

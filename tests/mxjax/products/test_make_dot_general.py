@@ -87,6 +87,17 @@ def test_make_dot_general_takes_an_out_sharding(kind, primitive):
     np.testing.assert_array_equal(y, mxjax.dot(x, w, policy="wgrad"))
 
 
+def test_gradients_of_arrays_on_no_mesh_have_explicit_axes():
+    x, w, _ = inputs()
+    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))):
+        for on_mesh in range(2):
+            operands = [
+                jax.device_put(t, PartitionSpec("d")) if i == on_mesh else t for i, t in enumerate((x, w))
+            ]
+            gradients = jax.grad(lambda x, w: DOT(x, w, LINEAR).sum(), (0, 1))(*operands)
+            assert all(jax.typeof(g).sharding.mesh.explicit_axes == ("d",) for g in gradients)
+
+
 @pytest.mark.parametrize(("policy", "message"), [("foo", "unknown policy"), ("full_sr", "needs key=")])
 def test_make_dot_general_checks_its_policy_at_once(policy, message):
     with pytest.raises(ValueError, match=message):

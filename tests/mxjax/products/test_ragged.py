@@ -128,6 +128,12 @@ def test_each_experts_rows_begin_a_run(sizes, rest):
     assert (400 - sum(kept) + 127) // 128 <= runs.number - int(runs.starts[-1]) or not rest
 
 
+def test_x64_and_strict_promotion_change_nothing():
+    expected = ragged(X, W, DY, jnp.array(SIZES), policy="wgrad")
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert_same(ragged(X, W, DY, jnp.array(SIZES), policy="wgrad"), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "fp8_carriers"])
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0)])

@@ -51,6 +51,14 @@ def test_the_cosine_with_zero_is_not_a_number():
     np.testing.assert_array_equal(stats.error(jnp.zeros(4), jnp.ones(4)), (-np.inf, np.inf, np.nan, np.nan))
 
 
+def test_an_approximation_has_the_shape_of_the_tensor():
+    x = jnp.ones((2, 32))
+    with types_unchecked(), pytest.raises(ValueError, match=r"in one shape, got \(2, 32\) and \(32,\)"):
+        stats.error(x, x[0])
+    with types_unchecked(), pytest.raises(ValueError, match=r"in one shape, got \(2, 32\) and \(1, 32\)"):
+        stats.quantization(x, mxjax.quantize(x[:1]))
+
+
 # The largest magnitude is 7.9, so `floor` gives the first block the scale 1, and `rceil` gives it 2.
 # Ties go to the even neighbour: 0.25 becomes 0 under `floor`, and so does 0.5 with the scale 2.
 BLOCK = np.array([7.9, -6.5, 6.0, -6.0, 5.5, 0.25, -0.2, 0.3, -0.5, *[1.0] * 13, *[0.0] * 10], np.float32)
