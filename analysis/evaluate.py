@@ -24,7 +24,7 @@ from training.files import make_absolute
 from training.flags.ranges import COUNT, check_ranges
 from training.process.start import program_name
 from training.run.resume import changed_data
-from training.run.tokens import check_tokens_of, how_to_tokenize, own_tokenizer
+from training.run.tokens import check_tokens_of
 from training.step import evaluate, make_eval_step
 
 Batch = Int[np.ndarray, "batch length"]
@@ -121,12 +121,8 @@ def read_tokens(
         seq_len = config.data.seq_len
         tokens = {name: load_held_out(path, vocab_size, whole, seq_len) for name, path in paths.items()}
         return tokens, list(paths.values())
-    tokenizer = own_tokenizer(arguments.run)
-    if not config.data.data and tokenizer is not None:
-        raise ValueError(
-            f"{arguments.run} has its own tokenizer, and without --eval-data it would read bytes; "
-            f"take text and {how_to_tokenize(tokenizer)}, then add --eval-data PREFIX"
-        )
+    if not config.data.data:
+        check_tokens_of(arguments.run, "--eval-data", "")
     corpus = load_data(config.data, vocab_size)
     if (line := changed_data(arguments.run, corpus.facts)) is not None:
         print(f"{program_name()}: warning: {line}", file=sys.stderr)

@@ -205,8 +205,10 @@ class DecoderConfig:
         e = self.experts
         return self.n_params - (self.n_expert_params * (e.n - e.active) // e.n if e else 0)
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len: int, frozen: bool = False) -> float:
         """Returns the training FLOPs of a token: 6 per active parameter, and 6 S N H per layer for attention.
+
+        Frozen parameters have no Wgrad, so 4 each; their adapters, about 1 % as many, do not count.
 
         S is `seq_len`, N the number of heads and H their size. The embedding lookup does not count, but a
         tied embedding counts as the head. Recomputation by `remat` does not count. With a window W, S counts
@@ -217,7 +219,7 @@ class DecoderConfig:
         matrices = self.n_active_params - self.vocab_size * self.d_model * (0 if self.tied else 1)
         seen = [min(window or seq_len, seq_len) for window in self.windows or (0,) * self.n_layers]
         lengths = sum(2 * w - w * w / seq_len for w in seen)
-        return 6.0 * matrices + 6.0 * self.n_heads * self.head_dim * lengths
+        return (4.0 if frozen else 6.0) * matrices + 6.0 * self.n_heads * self.head_dim * lengths
 
 
 _LLAMA_31 = RopeScaling()

@@ -249,7 +249,7 @@ def model_and_data(run: RecordedRun) -> str:
     model, data, config = model_of(dict(run.saved)), run.saved.get("data", {}), run.config
     tokens = run.tokens(run.last_step)
     shape = {name: value for name, value in run.saved["model"].items() if value not in (None, False, [])}
-    flops = model.flops_per_token(config.data.seq_len)
+    flops = model.flops_per_token(config.data.seq_len, config.lora is not None)
     rows = [
         ["parameters", f"{model.n_params:,}"],
         ["FLOPs a token", f"{flops:,.0f}"],

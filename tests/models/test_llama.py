@@ -290,7 +290,8 @@ def test_flops_count_matrices_and_causal_attention():
     config = dataclasses.replace(SMALL, n_layers=1)
     matrices = 32 * config.qkv_size + 64 * 32 + 3 * 32 * 96 + 32 * 64
     norms = 3 * 32
-    assert config.flops_per_token(24) == 6 * (matrices + norms) + 6 * 64 * 24
+    for frozen, each in ((False, 6), (True, 4)):
+        assert config.flops_per_token(24, frozen) == each * (matrices + norms) + 6 * 64 * 24
 
 
 @parametrize(

@@ -15,6 +15,7 @@ from mxjax.recipes import __main__ as recipes
 from mxjax.runtime.tables import insert
 from training.command_line import parse
 from training.phases import expand, phases_of
+from training.sharding import check_batch, parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -109,6 +110,16 @@ def test_flags_of_precision_in_the_documents_are_understood(tmp_path, monkeypatc
     for flags in commands:
         config = expand(parse(flags))
         assert phases_of(config.precision, config.steps, layers), flags
+
+
+def test_meshes_in_the_documents_share_the_batch():
+    commands = []
+    for path in DOCUMENTS:
+        for found in re.findall(r"train\.py ([^`\n]*--mesh[^`\n]*)", path.read_text().replace("\\\n", " ")):
+            commands.append(parse(shlex.split(found.replace("$RESUME", ""))))
+    assert len(commands) >= 2
+    for config in commands:
+        check_batch(parse_mesh(config.mesh, None), config.data.batch_size, config.accumulate)
 
 
 def test_the_map_names_what_there_is():

@@ -42,7 +42,7 @@ def introduction(plan: Plan, folder: pathlib.Path, memory: Memory) -> str:
     return "\n".join(
         [
             f"model {config.model_name}: {model.n_params:,} parameters, {active(model)}{vocabulary(plan)}"
-            f"{model.flops_per_token(config.data.seq_len):,.0f} FLOPs/token",
+            f"{model.flops_per_token(config.data.seq_len, config.lora is not None):,.0f} FLOPs/token",
             f"data {plan.corpus.source}: {plan.corpus.train_tokens:,} tokens, {tokens:,} to train on "
             f"({tokens / model.n_params:.1f}/parameter{repeated})",
             attention_text(plan),

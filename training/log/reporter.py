@@ -50,7 +50,7 @@ def work_of(plan: Plan) -> Work:
     """Returns the work of a run's steps."""
     config, experts = plan.config, plan.model.experts
     tokens = config.data.tokens_a_step
-    flops = tokens * plan.model.flops_per_token(config.data.seq_len)
+    flops = tokens * plan.model.flops_per_token(config.data.seq_len, config.lora is not None)
     # On the host: it must not wait for the device.
     schedule = learning_rate(config.optimizer, config.steps, np)
     work = Work(config.data.batch_size, tokens, flops, schedule)

@@ -62,11 +62,7 @@ from training.run.resume import (
     extend_phases,
     last_checkpoint,
 )
-from training.run.tokens import (
-    checked_tokens,
-    how_to_tokenize,
-    own_tokenizer,
-)
+from training.run.tokens import checked_tokens
 from training.sharding import check_batch, check_shards, make_mesh, parse_mesh
 
 # Everything that a run killed before its config.json leaves behind.
@@ -261,12 +257,6 @@ def choose_model(config: Config, folder: pathlib.Path, saved: dict[str, Any]) ->
         raise ValueError(f"{source} has no checkpoint to begin with")
     if not continues and (source / HUGGINGFACE).exists():
         small_files(source / HUGGINGFACE)  # checks them, before any is copied
-    tokenizer = own_tokenizer(source)
-    if begun_config(saved if continues else {}) is None and not config.data.data and tokenizer is not None:
-        raise ValueError(
-            f"{source} has its own tokenizer, and without --data it would train on bytes; take text and "
-            f"{how_to_tokenize(tokenizer)}, then add --data PREFIX"
-        )
     data = dataclasses.replace(config.data, vocab_size=model.vocab_size)
     return dataclasses.replace(config, model=name, data=data), model
 

@@ -60,7 +60,7 @@ def checked_tokens(
     if begun_config(saved) is None:
         whose = "the rest of --data and --eval-data"
         if (origin := source or init) is not None:
-            for prefix in prefixes:
+            for prefix in prefixes or [""]:
                 check_tokens_of(origin, "--data", prefix)
     checksum = saved["tokenizer"] if "tokenizer" in saved else checksum_of_data(data.data)
     for path in map(tokenizer_path, (*prefixes, *data.eval_paths.values())):
@@ -108,21 +108,23 @@ def check_tokens_of(run: pathlib.Path, flag: str, path: str) -> None:
     """Raises ValueError if the dataset or text at `path` has other tokens than a run was trained on.
 
     Text is refused, too, where the run's tokens are unknown. Imported weights that have not trained here were
-    trained on tokens of their own tokenizer.
+    trained on tokens of their own tokenizer. An empty path stands for the text that is read without the flag.
     """
     if is_indexed([path]):
         _check_tokenizer(run, flag, path)
         return
     if not pathlib.Path(path).exists():
         return
-    begun, text = begun_run(run), f"{flag} {path} is text, which is read as bytes"
+    begun, files = begun_run(run), path or "FILES"
+    text = f"{flag} {path} is text, which is" if path else f"without {flag} Python's source is"
+    text += " read as bytes"
     if begun is None or not begun.data.data:
         if (tokenizer := own_tokenizer(run)) is not None:
-            raise ValueError(f"{text}, and {run} has its own tokenizer; {how_to_tokenize(tokenizer, path)}")
+            raise ValueError(f"{text}, and {run} has its own tokenizer; {how_to_tokenize(tokenizer, files)}")
         return
     first = parse_blend(begun.data.data)[0][0]
     if is_indexed(begun.data.data):
-        how = how_to_tokenize(tokenizer_path(first), path)
+        how = how_to_tokenize(tokenizer_path(first), files)
         raise ValueError(f"{text}, and {run} was trained on tokens of {first}; {how}")
     if not pathlib.Path(first).exists() and model_of(read_run_config(run)).vocab_size != VOCAB_SIZE:
         raise ValueError(

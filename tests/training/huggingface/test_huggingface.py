@@ -143,7 +143,7 @@ def test_beginning_with_another_model_is_refused(checkpoint, llama2, text, tmp_p
     with pytest.raises(SystemExit, match=r"--data .* is text, .* has its own tokenizer; tokenize it by"):
         runs.run(text, tmp_path / "run", *init)
     for data, message in [
-        (None, "without --eval-data it would read bytes"),
+        (None, "without --eval-data Python's source is read as bytes, and .* has its own"),
         (str(text), "is text, .* its own"),
     ]:
         with pytest.raises(ValueError, match=message):

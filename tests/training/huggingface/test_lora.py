@@ -106,6 +106,8 @@ def test_evaluation_and_merged_export_have_the_loss_of_the_run(tuned, tmp_path):
     """eval.py runs frozen weights and adapters as training does; the export has W + A B."""
     records = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
     losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    flops_per_token = records[0]["tflops_per_device"] * 1e12 / records[0]["tokens_per_s"]
+    assert flops_per_token == pytest.approx(SMALL.flops_per_token(32, frozen=True))
     assert evaluation_program.evaluate(EvalConfig(tuned, json=True))["eval_loss"] == losses[-1]
     export_checkpoint(tuned, tmp_path / "out", dtype="float32")
     import_checkpoint(tmp_path / "out", tmp_path / "again")

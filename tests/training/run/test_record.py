@@ -148,6 +148,12 @@ def test_data_of_other_tokens_is_refused_even_where_the_run_s_are_gone(tokenized
         check_tokens_of(tokenized, "--data", str(tmp_path / "other"))
 
 
+def test_weights_trained_on_tokens_do_not_go_on_with_the_bytes_of_the_default_data(tokenized):
+    message = r"without --data Python's source is read as bytes, and .* was trained on tokens of .*/data"
+    with pytest.raises(ValueError, match=message):
+        checked_tokens(DataConfig(), {}, None, tokenized)
+
+
 def test_datasets_of_two_tokenizers_are_refused(tmp_path):
     for name, merges in (("ours", ["a b"]), ("same", ["a b"]), ("other", [])):
         write(tmp_path / name, merges=merges)
