@@ -182,6 +182,18 @@ def test_gemms_needs_a_gradient_of_the_product():
         stats.gemms(x.astype(jnp.int32), w, x @ w, policy="wgrad")
 
 
+def test_gemms_measures_each_shard_by_itself():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P("d"), jax.P(), jax.P("d")
+    of_shards = jax.shard_map(
+        lambda *tensors: jax.tree.map(jnp.atleast_1d, stats.gemms(*tensors, policy="wgrad")),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=jax.P("d"),
+    )
+    assert "psum" not in str(jax.make_jaxpr(of_shards)(*operands()))
+
+
 def operands(tokens=40):
     return [jnp.asarray(normal(*s, seed=i)) for i, s in enumerate([(tokens, 48), (48, 56), (tokens, 56)])]
 
