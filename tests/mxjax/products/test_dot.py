@@ -147,7 +147,7 @@ def test_a_power_of_two_scales_the_weight_or_the_result():
 
 
 @pytest.mark.parametrize("implementation", ALL)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_a_block_that_is_not_finite_poisons_only_what_it_enters(value, implementation):
     x, w, dy = inputs()
     run = functools.partial(products, policy=NEAREST, implementation=implementation)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import dots
 from support.dots import ASSORTED, FP32, RANDOM_FPROP, STOCHASTIC, assert_same, draw, gemm, inputs, products
+from support.marks import parametrize
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -74,7 +75,7 @@ def test_raw_keys_work_too():
     assert_same(products(x, w, dy, raw, policy=RANDOM_FPROP), products(x, w, dy, key, policy=RANDOM_FPROP))
 
 
-@pytest.mark.parametrize(("policy", "impl"), [("full_rht", "threefry2x32"), ("quartet2", "rbg")])
+@parametrize(("policy", "impl"), ("full_rht", "threefry2x32"), slow=[("quartet2", "rbg")])
 def test_jax_sees_no_key_that_is_used_twice(policy, impl):
     run = jax.jit(functools.partial(products, policy=policy))
     arguments = *inputs(), jax.random.key(0, impl=impl)
