@@ -4,10 +4,10 @@ A tensor is multiplied by a factor that is known before it, so one read both cas
 magnitude, which enters the history for the next steps. `mxjax.dot(scales=)` takes the factors of x, w and dy;
 the gradients of these arguments are the tensors' largest magnitudes:
 
-    histories = Scales(*[first_history()] * 3)
+    histories = [first_history()] * 3
     scales = Scales(*(history.scale for history in histories))
     amax = jax.grad(loss, argnums=1)(params, scales)  # loss passes them to dot
-    histories = Scales(*map(updated, histories, amax, (448, 448, 57344)))  # after each step
+    histories = [*map(updated, histories, amax, (448, 448, 57344))]  # after each step
 
 Scales begin at one, so that small gradients of the first step may become zero.
 
