@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from mxjax.kernels.mesh import partitioned
 from mxjax.runtime.mesh import Layout
 
 MESH_AXES = ("data", "expert", "fsdp", "context", "tensor")
@@ -180,8 +181,17 @@ def _unstack(stacked: Any, n: int) -> list[Any]:
 
 
 def _stacked(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Returns the arrays stacked; scales of norms by one pass over all."""
-    return jnp.stack(leaves) if leaves[0].ndim < 2 else joined([leaf[None] for leaf in leaves], 0)
+    """Returns the arrays stacked; scales of norms by one pass over all, of weights each device its shards."""
+    if leaves[0].ndim < 2:
+        return jnp.stack(leaves)
+
+    def stack(*parts: jax.Array) -> list[jax.Array]:
+        return [joined([part[None] for part in parts], 0)]
+
+    if jax.sharding.get_abstract_mesh().size > 1:  # XLA would allocate the whole stack on every device
+        axes = " ".join(f"d{i}" for i in range(leaves[0].ndim))
+        stack = partitioned(stack, f"{', '.join([axes] * len(leaves))} -> l {axes}", {}, ["l"])
+    return stack(*leaves)[0]
 
 
 def joined(parts: Sequence[jax.Array], axis: int) -> jax.Array:

@@ -163,7 +163,8 @@ def encode_drawn(xs, byte, prescale: tl.constexpr, counter, row, key0, key1):
     else:
         factor = tl.full(byte.shape, 1.0, tl.float32)
         xs = _all_scaled(xs, inverse_scale(byte), prescale)
-    return tl.where(byte == 255, 0, encode_stochastic(xs, factor, counter, row, key0, key1))
+    CLIPS: tl.constexpr = prescale > 0.75  # of the rules, `floor` scales magnitudes to less than 8
+    return tl.where(byte == 255, 0, encode_stochastic(xs, factor, counter, row, key0, key1, CLIPS))
 
 
 @triton.jit

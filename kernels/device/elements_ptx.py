@@ -135,8 +135,13 @@ def largest_floats_text(elements: int) -> str:
 
 @triton.constexpr_function
 def _largest_exponent(elements: int) -> str:
-    tail = "shl.b32 t, m, 16;\nand.b32 m, m, 0xFFFF0000;\nmax.u32 $0, m, t;\n}"
-    return largest_floats_text(elements) + tail
+    """Returns PTX for one group, $1 …. It pairs elements as `stochastic_ptx` does."""
+    text = "{\n.reg .b32 m, t;\n"
+    for i in (i for i in range(elements) if not i & 2):
+        into = "t" if i else "m"
+        text += f"prmt.b32 {into}, ${i + 1}, ${i + 3}, 0x7632;\nabs.bf16x2 {into}, {into};\n"
+        text += "max.NaN.bf16x2 m, m, t;\n" if i else ""
+    return text + "shl.b32 t, m, 16;\nand.b32 m, m, 0xFFFF0000;\nmax.u32 $0, m, t;\n}"
 
 
 _ENCODE_PAIRS = tl.constexpr(encode_pairs_text("prmt.b32 t, $10, $11, 0x5410;\nshl.b32 t, t, 7;\n"))
@@ -179,9 +184,9 @@ def largest_pairs(xs, GROUP: tl.constexpr, EXPONENT_ONLY: tl.constexpr):
 
 @triton.jit
 def largest_exponent(xs, GROUP: tl.constexpr):
-    """Returns the bits of the power of two in the binade of the largest magnitude among float32 tensors.
+    """Returns the bits of a number in the binade of the largest magnitude among float32 tensors.
 
-    Infinity where that magnitude is infinite or NaN.
+    Infinity or NaN where that magnitude is infinite or NaN.
     """
     TEXT: tl.constexpr = _largest_exponent(GROUP)
     CONSTRAINTS: tl.constexpr = "=&r" + ",r" * GROUP

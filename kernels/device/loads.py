@@ -24,15 +24,16 @@ def column_groups(
 
 @triton.jit
 def row_groups(
-    x, rows, columns, C: tl.constexpr, GROUPS: tl.constexpr, HEIGHT: tl.constexpr, EXACT: tl.constexpr
-):
-    """Returns 32 tensors [GROUPS, HEIGHT]: columns 32 * g + i of x, transposed; see `column_groups`."""
+    x, rows, columns, C: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HEIGHT: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Returns GROUP tensors [GROUPS, HEIGHT]: columns GROUP * g + i of x, transposed; see `column_groups`."""
     PART: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     r = tl.arange(0, HEIGHT)[:, None, None]
-    c = tl.arange(0, GROUPS)[None, :, None] * 32 + tl.arange(0, PART)[None, None, :]
+    c = tl.arange(0, GROUPS)[None, :, None] * GROUP + tl.arange(0, PART)[None, None, :]
     pointers = x + (r * C + c)
     xs = ()
-    for i in tl.static_range(0, 32, PART):
+    for i in tl.static_range(0, GROUP, PART):
         xs = xs + _split(
             load_inside(pointers + i, (r < rows) & (c + i < columns), EXACT), HEIGHT, GROUPS, PART
         )
@@ -136,11 +137,11 @@ def _split(x, R: tl.constexpr, G: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def join_tensors(tensors, COUNT: tl.constexpr):
-    """Returns 1, 2, 4, 8 or 16 tensors as one, with an axis of size 2 for each bit of their index.
+    """Returns 1, 2, 4, 8, 16 or 32 tensors as one, with an axis of size 2 for each bit of their index.
 
     These axes follow the tensors' own, that of the highest bit first.
     """
-    for stage in tl.static_range(4):
+    for stage in tl.static_range(5):
         if COUNT >> stage > 1:
             joined = ()
             for i in tl.static_range(COUNT >> (stage + 1)):

@@ -54,7 +54,7 @@ def largest_kernel(
     if COLUMNS:
         xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS, OTHER, EXACT)
     else:
-        xs = row_groups(x, R - r0, C - c0, C, GROUPS, OTHER, EXACT)
+        xs = row_groups(x, R - r0, C - c0, C, GROUP, GROUPS, OTHER, EXACT)
     scalars += matrix // BATCH * SCALARS_STRIDE
     before += _place_before(matrix, r0, c0, R, C, BEFORE)
     ys = _values(xs, scalars, before, R - r0, C - c0, R, GROUPS, OTHER, COLUMNS, BEFORE)
@@ -97,7 +97,7 @@ def quantize_block16_kernel(
     before += _place_before(matrix, r0, c0, R, C, BEFORE)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0)
     if ROW is not None:
-        row_xs = row_groups(x, R - r0, C - c0, C, BLOCK_C // GROUP, BLOCK_R, EXACT)
+        row_xs = row_groups(x, R - r0, C - c0, C, GROUP, BLOCK_C // GROUP, BLOCK_R, EXACT)
     if COLUMN is not None:
         xs = column_groups(x, R - r0, C - c0, C, GROUP, BLOCK_R // GROUP, BLOCK_C, EXACT)
         _quantize_side(

@@ -128,8 +128,8 @@ def clip_kernel(
         xs = column_groups(x + start, rows, columns, C, GROUP, GROUPS, OTHER, EXACT)
         gs = column_groups(raw + start, rows, columns, C, GROUP, GROUPS, OTHER, EXACT)
     else:
-        xs = row_groups(x + start, rows, columns, C, GROUPS, OTHER, EXACT)
-        gs = row_groups(raw + start, rows, columns, C, GROUPS, OTHER, EXACT)
+        xs = row_groups(x + start, rows, columns, C, GROUP, GROUPS, OTHER, EXACT)
+        gs = row_groups(raw + start, rows, columns, C, GROUP, GROUPS, OTHER, EXACT)
     kept = _kept(xs, GROUPS, OTHER, ROTATION, FACTOR, CARRY)
     group, other = tl.arange(0, GROUPS)[:, None] * GROUP, tl.arange(0, OTHER)[None, :]
     row_factors += matrix * R + r0

@@ -89,10 +89,14 @@ def quantize_fp8(x: Float[Array, "*b r c"], uses: Sequence[OperandUse]) -> list[
 def _scaled_now(
     x: Float[Array, "*b r c"], uses: Sequence[OperandUse]
 ) -> tuple[jax.Array, list[Float32[Array, ""]]]:
-    """Returns x behind a barrier, and the factor of each use: its delayed scale, or x's own."""
-    # A row's largest magnitude first: XLA fuses that with what computes x, but no reduction to a scalar.
+    """Returns x and the factor of each use: its delayed scale, or x's own."""
+    # A row's largest magnitude first: XLA fuses that with what computes x, if both are behind one barrier,
+    # but no reduction to a scalar. A float32 x is a weight, of whose stack XLA copies a slice for a barrier.
     of_rows = jnp.max(magnitude_bits(x.astype(jnp.float32)), axis=-1)
-    x, of_rows = lax.optimization_barrier((x, of_rows))
+    if x.dtype == jnp.float32:
+        of_rows = lax.optimization_barrier(of_rows)
+    else:
+        x, of_rows = lax.optimization_barrier((x, of_rows))
     amax = tensor_max(lax.bitcast_convert_type(of_rows, jnp.float32))
     elements = [get_format(use.operand.format).element for use in uses]
     return x, [

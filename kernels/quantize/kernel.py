@@ -3,8 +3,9 @@
 A program takes a tile of BLOCK_R x BLOCK_C elements, in groups along the blocked axis. A group lies in the
 registers of one thread. Groups of 8 are loaded once for both sides, 16 bytes at a time; neighbouring lanes
 have the rest of a block. Groups of 32 are whole blocks: scales and rotations up to H32 need no exchange
-between lanes, and the second side finds its tile in the L1 cache. Operands are written K-major: groups along
-the blocked axis, which a GEMM contracts, are contiguous, so the column-wise operand is transposed.
+between lanes, and the second side finds its tile in the L1 cache. Groups of 64 are whole runs of H64, of
+which all threads have the same signs. Operands are written K-major: groups along the blocked axis, which a
+GEMM contracts, are contiguous, so the column-wise operand is transposed.
 """
 
 from typing import Literal
@@ -83,8 +84,8 @@ def quantize_kernel(
     x += matrix * R * C + r0.to(tl.int64) * C + c0
     scalars += v * SCALARS_STRIDE
     batch, r_all, c_all = place_of(scalars, b, ROW_STOCHASTIC or COLUMN_STOCHASTIC)
-    if ROW_FORM != "" and GROUP == 32:
-        row_xs = row_groups(x, R - r0, C - c0, C, GROUPS_C, BLOCK_R, EXACT)
+    if ROW_FORM != "" and GROUP >= 32:
+        row_xs = row_groups(x, R - r0, C - c0, C, GROUP, GROUPS_C, BLOCK_R, EXACT)
     if COLUMN_FORM != "" or GROUP == 8:
         xs = column_groups(x, R - r0, C - c0, C, GROUP, GROUPS_R, BLOCK_C, EXACT)
     if COLUMN_FORM != "":
@@ -140,36 +141,48 @@ def _quantize_groups(
     # On gfx950 LLVM packs sums that no product follows, which costs moves of their operands.
     FOLDED: tl.constexpr = 0 if CONVERT == "gfx950" or CARRY == QUEST else _folded(ROTATION)
     WORDS: tl.constexpr = GROUP // 8 * words_of(FORM)
+    PART: tl.constexpr = min(GROUP, 32)  # of one block
+    BLOCKS: tl.constexpr = GROUP // PART
     group, other = tl.arange(0, GROUPS), tl.arange(0, OTHER)
-    if PAIRS:
-        amax = largest_pairs(xs, GROUP, CARRY == 0)
-    else:
-        if SIGNS:
-            negative = group_signs(scalars + 2, group[:, None], GROUP, ROTATION, CONVERT)
+    if not PAIRS:
         ys = ()
         for i in tl.static_range(GROUP):
-            y = widen(xs[i])
             if SIGNS:
-                y = (y.to(tl.uint32, bitcast=True) ^ (negative << i & SIGN)).to(tl.float32, bitcast=True)
-            ys = ys + (y,)
+                if GROUP == 64 and i % PART == 0:
+                    negative = tl.load(scalars + 2 + i // PART)
+                elif i == 0:
+                    negative = group_signs(scalars + 2, group[:, None], GROUP, ROTATION, CONVERT)
+                # A sum changes the sign: with the shift that widens, it is one operation.
+                y = widen(xs[i]).to(tl.uint32, bitcast=True) + (negative << i % PART & SIGN)
+                ys = ys + (y.to(tl.float32, bitcast=True),)
+            else:
+                ys = ys + (widen(xs[i]),)
         xs = ys
         if ROTATION > 1:
             xs = rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR if FOLDED == 0 else 1)
-        if CARRY == QUEST:
-            amax = quest_bytes(xs, GROUP, GROUPS, OTHER)
-        else:
-            amax = largest_exponent(xs, GROUP) if CONVERT == "sm_90" and CARRY == 0 else largest(xs, GROUP)
     scales += other0.to(tl.int64) * (LENGTH // 32) + start // 32
-    blocks, others = (LENGTH - start) // 32, N - other0
-    byte = _store_scales(
-        amax, scales, blocks, others, GROUP, GROUPS, OTHER, LENGTH, CARRY, SQUARE, 2.0**-FOLDED
-    )
-    divisor = tl.minimum(byte + FOLDED, 255)
-    if CARRY == QUEST:
-        xs = saturating(xs, byte, GROUP)
+    others = N - other0
     ws = ()
     for i in tl.static_range(0, GROUP, 8):
-        eight = (xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7])
+        if i % PART == 0:
+            block = _part(xs, i, PART)
+            if PAIRS:
+                amax = largest_pairs(block, PART, CARRY == 0)
+            elif CARRY == QUEST:
+                amax = quest_bytes(block, PART, GROUPS, OTHER)
+            elif CONVERT == "sm_90" and CARRY == 0:
+                amax = largest_exponent(block, PART)
+            else:
+                amax = largest(block, PART)
+            blocks = (LENGTH - start) // 32 - i // PART
+            byte = _store_scales(
+                amax, scales + i // PART, blocks, others, BLOCKS, PART, GROUPS, OTHER, LENGTH, CARRY, SQUARE,
+                2.0**-FOLDED,
+            )  # fmt: skip
+            divisor = tl.minimum(byte + FOLDED, 255)
+            if CARRY == QUEST:
+                block = saturating(block, byte, PART)
+        eight = _part(block, i % PART, 8)
         random = (byte, byte, byte, byte, byte, byte, byte, byte)
         if STOCHASTIC:
             # A dependence on `byte`, which is never negative, gives random bits its layout: no conversion.
@@ -196,6 +209,15 @@ def _quantize_groups(
 
 
 @triton.jit
+def _part(xs, start: tl.constexpr, COUNT: tl.constexpr):
+    """Returns COUNT of the tensors, from `start` on."""
+    part = ()
+    for i in tl.static_range(COUNT):
+        part = part + (xs[start + i],)
+    return part
+
+
+@triton.jit
 def group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVERT: tl.constexpr):
     """Returns the signs of each group's elements as bits, the first in the highest.
 
@@ -213,10 +235,10 @@ def group_signs(words, group, GROUP: tl.constexpr, ROTATION: tl.constexpr, CONVE
 
 @triton.jit
 def _store_scales(
-    amax, scales, blocks, others, GROUP: tl.constexpr, GROUPS: tl.constexpr, OTHER: tl.constexpr, LENGTH,
-    CARRY: tl.constexpr, SQUARE: tl.constexpr, FACTOR: tl.constexpr,
+    amax, scales, blocks, others, STEP: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    OTHER: tl.constexpr, LENGTH, CARRY: tl.constexpr, SQUARE: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Stores the scale bytes [others, blocks] and returns those of the tile, one a group [GROUPS, OTHER].
+    """Stores every STEP-th of scale bytes [others, blocks] and returns them, one a group [GROUPS, OTHER].
 
     Args:
       amax: float32 bits of the largest magnitudes, not yet multiplied by FACTOR; with QUEST the bytes.
@@ -233,7 +255,7 @@ def _store_scales(
             amax = tl.max(tl.reshape(amax, [BLOCKS, OTHER // 32, 32]), 2, keep_dims=True)
             amax = tl.reshape(tl.broadcast_to(amax, [BLOCKS, OTHER // 32, 32]), [BLOCKS, OTHER])
         byte = block_scale(amax, CARRY)
-    block, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, OTHER)[None, :]
+    block, other = tl.arange(0, BLOCKS)[:, None] * STEP, tl.arange(0, OTHER)[None, :]
     mask = (block < blocks) & (other < others)
     tl.store(scales + (other * (LENGTH // 32) + block), byte.to(tl.uint8), mask)
     if GROUP < 32:

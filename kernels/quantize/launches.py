@@ -387,6 +387,8 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
     if along_columns > 32 and along_rows <= 32:
         # A thread has 2 columns, so that the lanes of one warp exchange a run's groups, without barriers.
         square = columns and columns.operand.is_square  # a block has 32 columns
+        if along_columns == 64 and rows is None and not square:
+            return Tile(128, 32, 2, 64)  # a thread has a whole run
         return Tile(128, 32, 2, 32) if along_columns == 64 or square else Tile(256, 16, 2, 32)
     if rows and columns is None and _is_stochastic(rows) and rows.rotation:
         return Tile(128, 64, 4, 32)

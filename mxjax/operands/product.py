@@ -106,6 +106,38 @@ def contract_float32(
     return contract(lhs, lhs_axis, rhs, rhs_axis, lax.Precision.HIGHEST)
 
 
+def contract_often_short(
+    compute: Callable[..., Float32[Array, "..."]],
+    arrays: tuple[jax.Array, ...],
+    lhs_axis: int,
+    rhs: Float32[Array, "..."],
+    rhs_axis: int,
+) -> Float32[Array, "..."]:
+    """Returns `contract_float32` of compute(*arrays), whose elements often have no more than 11 bits.
+
+    Then the second of its two float16 tensors is zero. So on GPUs the product by that is a loop's, which runs
+    once or not at all. `compute` is cheap: it runs wherever its result is read, and no float32 is written.
+    """
+    if not on_gpu():
+        return contract_float32(compute(*arrays), lhs_axis, rhs, rhs_axis)
+    left, left_rest, rows = _halves(compute(*arrays), lhs_axis)
+    right, right_rest, columns = _halves(rhs, rhs_axis)
+    left = lax.concatenate([left, left], left.ndim + lhs_axis)
+    right = lax.concatenate([right, right_rest], right.ndim + rhs_axis)
+    y = contract(left, lhs_axis, right, rhs_axis, lax.Precision.DEFAULT)
+
+    def add_rest(state):
+        times, y = state
+        # Without the barrier XLA would multiply before the loop, whatever that does.
+        times, again, *arrays_again = lax.optimization_barrier((times, rhs, *arrays))
+        right, left_rest = _halves(again, rhs_axis)[0], _halves(compute(*arrays_again), lhs_axis)[1]
+        return times - 1, y + contract(left_rest, lhs_axis, right, rhs_axis, lax.Precision.DEFAULT)
+
+    times = jnp.any(left_rest != 0).astype(jnp.int32)
+    _, y = lax.while_loop(lambda state: state[0] > 0, add_rest, (times, y))
+    return _times_power_of_two(y, rows[..., :, None] + columns[..., None, :])
+
+
 def contract_by_halves(
     lhs: Float32[Array, "..."], lhs_axis: int, rhs: Float32[Array, "..."], rhs_axis: int
 ) -> Float32[Array, "..."]:
@@ -130,7 +162,6 @@ def contract_by_halves(
 
 def _halves(x: Float32[Array, "..."], axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns two float16 tensors, and exponents for the rows: x is the sum times two to their power."""
-    x = lax.optimization_barrier(x)  # computed once, though read several times
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
     exponent = jnp.maximum((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127 - 14, -126)
     scaled = _times_power_of_two(x, -exponent)

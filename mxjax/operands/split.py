@@ -15,7 +15,7 @@ own mean: then nothing is left to quantize, and the product is that of float32.
 Sources: mean, arXiv 2603.10444; outliers, arXiv 2501.17116, section 3.2; clip, Azure/MS-AMP.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,8 +23,15 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from mxjax.numerics.blocks import pad
 from mxjax.numerics.operand import Operand
-from mxjax.operands.product import contract, contract_float32
+from mxjax.operands.product import contract, contract_float32, contract_often_short
 from mxjax.policy.policy import Gemm
+
+
+class Quantiles(NamedTuple):
+    """The elements of each token past which others are outliers."""
+
+    lower: Float[Array, "*batch m 1"]
+    upper: Float[Array, "*batch m 1"]
 
 
 class Split(NamedTuple):
@@ -40,8 +47,12 @@ class Split(NamedTuple):
     rest: Float32[Array, "*batch rows k"] | None
 
 
-def split(x: Float[Array, "*batch m k"], operand: Operand) -> Split:
-    """Returns x split as the operand says; their sum is x up to float32's rounding, but for `clip`."""
+def split(x: Float[Array, "*batch m k"], operand: Operand, bounds: Quantiles | None = None) -> Split:
+    """Returns x split as the operand says; their sum is x up to float32's rounding, but for `clip`.
+
+    Args:
+      bounds: x's quantiles, if a kernel found them.
+    """
     match operand.split:
         case "none":
             return Split(x, None)
@@ -54,7 +65,8 @@ def split(x: Float[Array, "*batch m k"], operand: Operand) -> Split:
             mean = jnp.sum(x, axis=-2, keepdims=True) / max(x.shape[-2], 1)
             return Split(x - mean, mean)
         case "outliers" | "clip":
-            part = (jnp.clip(x, *_quantiles(x, operand.quantile)) if x.size else x).astype(jnp.float32)
+            bounds = quantiles(x, operand.quantile) if bounds is None and x.size else bounds
+            part = (jnp.clip(x, *bounds) if bounds is not None else x).astype(jnp.float32)
             return Split(part, x.astype(jnp.float32) - part if operand.split == "outliers" else None)
 
 
@@ -64,15 +76,27 @@ def multiplies_apart(gemm: Gemm) -> bool:
 
 
 def product_apart(
-    lhs: Float[Array, "..."], lhs_axis: int, rhs: Float[Array, "..."], rhs_axis: int, gemm: Gemm
+    lhs: Float[Array, "..."],
+    lhs_axis: int,
+    rhs: Float[Array, "..."],
+    rhs_axis: int,
+    gemm: Gemm,
+    bounds: tuple[Quantiles | None, Quantiles | None] = (None, None),
 ) -> Float32[Array, "..."]:
     """Returns `rest(lhs) @ rhs + part(lhs) @ rest(rhs)` in float32, contracting the axes given.
 
     The product of the quantized parts lacks this. It has one row if it is the same for all tokens.
     """
-    left, right = split(lhs, gemm.lhs), split(rhs, gemm.rhs)
+    left, right = split(lhs, gemm.lhs, bounds[0]), split(rhs, gemm.rhs, bounds[1])
     terms = []
-    if left.rest is not None:
+    if gemm.lhs.split == "outliers" and bounds[0] is not None and lhs.shape[-2] > 1:
+
+        def outliers(x, *bounds) -> Any:
+            return split(x, gemm.lhs, Quantiles(*bounds)).rest
+
+        rhs32 = rhs.astype(jnp.float32)
+        terms.append(contract_often_short(outliers, (lhs, *bounds[0]), lhs_axis, rhs32, rhs_axis))
+    elif left.rest is not None:
         y = _contract(left.rest, lhs_axis, rhs, rhs_axis, gemm.lhs)
         terms.append(whole_rest(y, lhs.shape[-2], gemm.lhs) if lhs_axis == -1 else y)
     if right.rest is not None:
@@ -104,6 +128,8 @@ def _contract(lhs, lhs_axis: int, rhs, rhs_axis: int, operand: Operand) -> Float
         rhs = _summed(rhs, operand.split_tokens, rhs_axis)
     elif right < left:
         lhs = _summed(lhs, operand.split_tokens, lhs_axis)
+    if operand.split == "mean":
+        lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))  # computed once, though read several times
     return contract_float32(lhs, lhs_axis, rhs, rhs_axis)
 
 
@@ -116,12 +142,15 @@ def _summed(x: Float32[Array, "..."], n: int | None, axis: int) -> Float32[Array
     return jnp.sum(runs, axis=axis + 1)
 
 
-def _quantiles(x: Float[Array, "*batch m k"], quantile: float) -> tuple[Float[Array, "*batch m 1"], ...]:
-    """Returns the values at the lower and the upper quantile of each token, without interpolation."""
-    n = x.shape[-1]
-    lower, upper = int((1 - quantile) * n), min(int(quantile * n), n - 1)
-    ranks = jnp.array([lower, upper])[:, *[None] * x.ndim]
-    return tuple(_order_statistics(x, ranks))
+def quantiles(x: Float[Array, "*batch m k"], quantile: float) -> Quantiles:
+    """Returns the elements at the lower and the upper quantile of each token, without interpolation."""
+    ranks = jnp.array(quantile_ranks(x.shape[-1], quantile))[:, *[None] * x.ndim]
+    return Quantiles(*_order_statistics(x, ranks))
+
+
+def quantile_ranks(n: int, quantile: float) -> tuple[int, int]:
+    """Returns the ranks, counted from 0, of the quantiles of n elements."""
+    return int((1 - quantile) * n), min(int(quantile * n), n - 1)
 
 
 def _order_statistics(

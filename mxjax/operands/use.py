@@ -16,7 +16,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.numerics.philox import KeyWords
 from mxjax.numerics.quantize import quantize_unpacked
 from mxjax.numerics.rotations import apply_matrix, permutation, rotation_matrix
-from mxjax.operands.split import split, whole_rest
+from mxjax.operands.split import Quantiles, split, whole_rest
 from mxjax.policy.policy import Rotation
 from mxjax.runtime.primitives import first_order_only
 
@@ -43,6 +43,7 @@ class OperandUse(NamedTuple):
       reads: the Fprop's use of the same tensor if this GEMM reads the values that the Fprop quantized
         (source "dequantized"); None if it reads the tensor itself.
       scale: the tensor's factor from `mxjax.numerics.delayed.Scales`, where scaling is "delayed".
+      bounds: the tensor's quantiles, where `split` needs them and a kernel found them.
     """
 
     axis: int
@@ -55,6 +56,7 @@ class OperandUse(NamedTuple):
     order: jax.Array | None = None
     reads: "OperandUse | None" = None
     scale: Float32[Array, ""] | None = None
+    bounds: Quantiles | None = None
 
     @property
     def rotation_size(self) -> int:
@@ -99,7 +101,7 @@ def quantize_use(x: Float[Array, "..."], use: OperandUse) -> MXArray:
 
 def quantized_part(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
     """Returns the part of x that is quantized, rotated; see `mxjax.operands.split`."""
-    return rotate_use(split(x, use.operand).part, use)
+    return rotate_use(split(x, use.operand, use.bounds).part, use)
 
 
 def rotate_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "..."]:
@@ -152,7 +154,9 @@ def dequantize_use(x: Float[Array, "..."], use: OperandUse) -> Float[Array, "...
 
     The result is not to be differentiated; gradients pass by `mxjax.products.gradients`.
     """
-    values, rest = dequantize(quantize_use(first_order_only(x), use)), split(x, use.operand).rest
+    values, rest = dequantize(quantize_use(first_order_only(x), use)), split(x, use.operand, use.bounds).rest
     if rest is not None:
         values = values + rotate_use(whole_rest(rest, x.shape[-2], use.operand), use)
+    if use.bounds is not None and use.rotation is None:
+        return values
     return lax.optimization_barrier(values)  # a rotation's stages would each compute it again

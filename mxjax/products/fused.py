@@ -25,7 +25,7 @@ from mxjax.products.prepare import prepares_computed, prepares_gated
 from mxjax.runtime.arguments import check_arrays
 from mxjax.runtime.mesh import Layout, sums_on_each_device, varying_as
 from mxjax.runtime.primitives import as_primitive
-from mxjax.runtime.remat import keep_products
+from mxjax.runtime.remat import recomputed
 
 
 def normed_dot(
@@ -252,7 +252,7 @@ def _fused_batch(options: FusedOptions, operands, axes) -> tuple[jax.Array, int]
 
         x = x if scale is None else _rms_norm(x, scale, options.eps)
         if len(weights) == 2:
-            x = keep_products(lambda x, w: swiglu(product(0, x, w)))(x, weights[0])
+            x = recomputed(swiglu)(product(0, x, weights[0]))
         return product(-1, x, weights[-1])
 
     return jax.vmap(apart, axes)(*operands), 0

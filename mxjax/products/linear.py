@@ -44,7 +44,7 @@ from mxjax.products.draws import GemmUses, PolicyUses, uses_of_policy
 from mxjax.products.gradients import changes_gradient, gradients_read_tensors, through_quantization
 from mxjax.products.implementations import GemmImplementations
 from mxjax.products.multiply import multiply
-from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen
+from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen, with_bounds
 from mxjax.runtime.devices import current_target, platform
 from mxjax.runtime.mesh import Layout, as_stored, maximum_as, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
@@ -283,7 +283,9 @@ def _rests(gemm: Gemm, uses: GemmUses, lhs: Any, rhs: Any) -> list[Step]:
     if not multiplies_apart(gemm):
         return []
     lhs, rhs = as_read(lhs, uses.lhs), as_read(rhs, uses.rhs)
-    return [lambda y: y.value(jnp.float32) + product_apart(lhs, uses.lhs.axis, rhs, uses.rhs.axis, gemm)]
+    bounds = with_bounds(lhs, uses.lhs).bounds, with_bounds(rhs, uses.rhs).bounds
+    axes = uses.lhs.axis, uses.rhs.axis
+    return [lambda y: y.value(jnp.float32) + product_apart(lhs, axes[0], rhs, axes[1], gemm, bounds)]
 
 
 def _through_fprop(t: Any, use: OperandUse, wanted: Operand, dtype: DTypeLike) -> list[Step]:

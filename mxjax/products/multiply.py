@@ -16,7 +16,7 @@ from mxjax.operands.product import Product, contract, contract_float32, contract
 from mxjax.products.implementations import GemmImplementation
 from mxjax.products.prepare import Prepared
 from mxjax.runtime.devices import current_target, on_gpu
-from mxjax.runtime.mesh import Layout, packed_to_multiply, sums_on_each_device, to_multiply, varying_as
+from mxjax.runtime.mesh import Layout, bytes_to_multiply, sums_on_each_device, to_multiply, varying_as
 
 
 def multiply(
@@ -108,7 +108,7 @@ def _multiply_packed(
     if implementation == "scaled_dot" and target is None:
         lhs, rhs = _with_normal_scales(lhs), _with_normal_scales(rhs)  # before gathering: shard by shard
     elements, scales = rhs.packed
-    elements, scales = packed_to_multiply(elements, layout), to_multiply(scales, layout)
+    elements, scales = bytes_to_multiply(elements, layout), to_multiply(scales, layout)
     rhs = dataclasses.replace(rhs, elements=elements, scales=scales)
     if 0 in (*lhs.elements.shape, *rhs.elements.shape):
         return Product(contract(decode(lhs), -1, decode(rhs), -1, precision))
@@ -143,6 +143,7 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout |
     right = to_multiply(right, layout)
     # The format `fp32` is what the others are compared with: it stays plain float32.
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
+        left, right = map(lax.optimization_barrier, (left, right))  # computed once, though read several times
         return contract_float32(left, lhs.axis, right, rhs.axis)
     result = _result_dtype(lhs, rhs, dtype, exact, layout) if left.dtype == jnp.bfloat16 else jnp.float32
     return contract(left, lhs.axis, right, rhs.axis, exact, result)
@@ -206,7 +207,7 @@ def _multiply_fp8_tensors(
     what reads the product, in float32. It takes scales into a GEMM too, but that writes float32 then, which
     would be converted in a pass of its own, or has the scales rounded to bfloat16.
     """
-    left, right = lhs.elements, to_multiply(rhs.elements, layout)
+    left, right = lhs.elements, bytes_to_multiply(rhs.elements, layout)
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
     if on_gpu() and dtype == jnp.bfloat16 and sums_on_each_device(layout):
         rows, columns = (f.reshape((1,) * (left.ndim - 1)) for f in factors)

@@ -57,6 +57,7 @@ def prepare(x: Float[Array, "*batch r c"] | Computed, uses: Sequence[OperandUse]
         assert isinstance(q, KernelOperand)
         return [prepare_seen(q, first)]
     x = as_read(x, first)
+    uses = [with_bounds(x, use) for use in uses]
     match first.form:
         case None:
             return [quantize_use(x, use) for use in uses]
@@ -110,7 +111,7 @@ def _prepare_block16(x: Float[Array, "*batch r c"], uses: Sequence[OperandUse]) 
 
         if uses[0].operand.split == "mean":  # which the kernel subtracts
             return quantize_block16(x, uses, mean=split(x, uses[0].operand).rest)
-        return quantize_block16(split(x, uses[0].operand).part, uses)
+        return quantize_block16(split(x, uses[0].operand, uses[0].bounds).part, uses)
     return [bfloat16_by_definition(x, use) for use in uses]
 
 
@@ -148,7 +149,7 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
         return x
     has_rest = fprop.operand.split not in ("none", "clip")  # which the kernel leaves out
     if fprop.form in (None, "fp8") or has_rest or not _kernel_takes(x, [fprop], "bf16"):
-        return dequantize_use(x, fprop)
+        return dequantize_use(x, with_bounds(x, fprop))
     [q] = prepare(first_order_only(x), [fprop._replace(form="bf16")])
     assert isinstance(q, KernelOperand)
     values = q.elements if q.run_scales is None else values_of_runs(q)
@@ -156,6 +157,16 @@ def as_read(x: Float[Array, "*batch r c"], use: OperandUse) -> Float[Array, "*ba
     length = -(-x.shape[fprop.axis] // fprop.rotation_size) * fprop.rotation_size
     values = lax.slice_in_dim(values, 0, length, axis=fprop.axis)
     return values if q.factor is None else values.astype(jnp.float32) * q.factor
+
+
+def with_bounds(x: Float[Array, "*batch r c"], use: OperandUse) -> OperandUse:
+    """Returns the use with the quantiles of x, which it reads, where `split` needs them and a kernel runs."""
+    target = current_target()
+    if use.operand.split not in ("outliers", "clip") or target is None:
+        return use
+    from mxjax.kernels.quantize.quantiles import quantiles, takes
+
+    return use._replace(bounds=quantiles(x, use.operand.quantile)) if takes(x, target) else use
 
 
 def once[T](x: T, uses: Sequence[OperandUse]) -> T:

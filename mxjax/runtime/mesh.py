@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
-from jaxtyping import Array, Shaped, UInt8
+from jaxtyping import Array, Shaped
 
 
 class Layout(NamedTuple):
@@ -90,10 +90,10 @@ def to_multiply(x: Shaped[Array, "*shape"], layout: Layout | None) -> Shaped[Arr
     return lax.with_sharding_constraint(lax.with_sharding_constraint(x, layout.stored), layout.multiplied)
 
 
-def packed_to_multiply(
-    elements: UInt8[Array, "*rows bytes"], layout: Layout | None
-) -> UInt8[Array, "*rows bytes"]:
-    """Returns `to_multiply` of packed elements.
+def bytes_to_multiply(
+    elements: Shaped[Array, "*rows bytes"], layout: Layout | None
+) -> Shaped[Array, "*rows bytes"]:
+    """Returns `to_multiply` of elements in FP8, or packed.
 
     Where the bytes of a row are gathered, the parts of all rows arrive device by device, and rows are then
     put together by words. XLA's own gather transposes single bytes before and after it.
@@ -108,7 +108,7 @@ def packed_to_multiply(
     words = lax.bitcast_convert_type(elements.reshape(*elements.shape[:-1], parts, -1, 4), jnp.int32)
     first = Layout(PartitionSpec(names, *stored[:-1]), PartitionSpec(None, *multiplied[:-1]))
     gathered = jnp.moveaxis(to_multiply(jnp.moveaxis(words, -2, 0), first), 0, -2)
-    whole = lax.bitcast_convert_type(gathered, jnp.uint8).reshape(elements.shape)
+    whole = lax.bitcast_convert_type(gathered, elements.dtype).reshape(elements.shape)
     return lax.with_sharding_constraint(whole, PartitionSpec(*multiplied))
 
 

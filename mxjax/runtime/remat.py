@@ -60,16 +60,6 @@ def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable
     return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
 
 
-def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function, keeping only tagged values and its arguments for the backward pass.
-
-    Elementwise results are recomputed where they are read. XLA fuses that without a barrier against common
-    subexpressions, which would keep the incoming gradient from being fused too.
-    """
-    kept = _policy(frozenset().union(*_KEPT.values()))
-    return jax.checkpoint(function, policy=kept, prevent_cse=False)
-
-
 def recomputed(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """Returns an elementwise function of gate and up, the halves of a product's columns, whose gradient
     recomputes all from that product.

@@ -6,7 +6,7 @@ import pytest
 from support.gpu import HAS_GPU
 
 # How the names of modules begin whose tests run on a GPU too.
-_NAMES = "attention carry draws fp4_gemm fp8_matmul grouped products quantize"
+_NAMES = "attention carry draws fp4_gemm fp8_matmul grouped products quantiles quantize"
 NATIVE = tuple(f"test_{name}" for name in _NAMES.split())
 
 

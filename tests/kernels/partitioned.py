@@ -19,9 +19,10 @@ from plain_kernels import COMPUTED_INPUTS, plain_block16, plain_carry, plain_cas
 
 import mxjax
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
-from mxjax.kernels.quantize import block16, clipped, fp8, fp8_computed, quantizer
+from mxjax.kernels.quantize import block16, clipped, fp8, fp8_computed, quantiles, quantizer
 from mxjax.kernels.quantize.quantizer import quantize_computed, quantize_operands
 from mxjax.numerics.operand import Operand
+from mxjax.operands import split
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.product import Product
@@ -86,6 +87,7 @@ def main() -> None:
     check_computed(mesh)
     check_cast(mesh)
     check_computed_cast(mesh)
+    check_quantiles(mesh)
     print("all equal")
 
 
@@ -261,6 +263,18 @@ def check_cast(mesh) -> None:
             assert uses is current or wanted[0].amax == wanted[1].amax == jnp.max(jnp.abs(x))
             for spec in (P(None, "a", "b"), P("b", "a"), P(None, None, "a")):
                 check_mesh(quantize, x, NamedSharding(mesh, spec), wanted)
+
+
+def check_quantiles(mesh) -> None:
+    """Each device finds those of its tokens, whose elements are gathered if the mesh shards them."""
+    quantiles.triton_call = plain_kernels.plain_quantiles
+    find = jax.jit(functools.partial(quantiles.quantiles, quantile=0.98))
+    x = jax.random.normal(jax.random.key(16), (2, 64, 256), jnp.bfloat16)
+    wanted = split.quantiles(x, 0.98)
+    for spec in (P("b", "a"), P(None, ("a", "b")), P(None, "a", "b"), P()):
+        got = find(jax.device_put(x, NamedSharding(mesh, spec)))
+        assert_equal(got, wanted)
+        assert got.lower.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[:2])), 3), spec
 
 
 def check_computed_cast(mesh) -> None:

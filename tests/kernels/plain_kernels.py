@@ -169,6 +169,12 @@ def plain_cast(kernel, x, rows, columns, *, out, **constants):
     return [*written, jnp.broadcast_to(amax, out[2].shape) if constants["MAXIMA"] else amax]
 
 
+def plain_quantiles(kernel, x, *, K, SMALLEST, LARGEST, **_):
+    """Finds quantiles as the kernel does, by jax.numpy."""
+    ordered = jnp.sort(x, axis=-1)
+    return [ordered[..., SMALLEST - 1], ordered[..., K - LARGEST]]
+
+
 def plain_computed_cast(kernel, *arrays, out, **constants):
     """Casts what the kernel computes, by jax.numpy."""
     *arrays, rows, columns = arrays

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 
 import jax
 import jax.extend
@@ -134,6 +135,16 @@ def _equations(jaxpr):
         yield equation
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from _equations(inner)
+
+
+def test_operands_are_quantized_once(params):
+    """SwiGLU alone is computed again in the backward pass, not the forward pass of the product before it."""
+
+    def loss(params):
+        return decoder.mean_loss(SMALL, params, TOKENS, policies=layer_policies(SMALL, "fp8"), unroll=1)
+
+    program = jax.jit(jax.grad(loss)).lower(params).as_text()
+    assert len(re.findall(r"call @forward\w*\(%", program)) == len(LINEAR_LAYERS) + 1  # and the head
 
 
 @parametrize("policy", slow=["wgrad_hadamard"], exhaustive=["bf16"])
@@ -296,3 +307,4 @@ def test_unrolled_blocks_on_a_mesh_have_the_gradients_of_the_loop(arguments):
     _, ordered, free = found["barriers"]
     blocks = 3
     assert ordered - free == blocks + (blocks - 1) + 1
+    assert found["concatenations"] == 0

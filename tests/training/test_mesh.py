@@ -272,13 +272,13 @@ def partitioned_step(folder, *arguments) -> str:
 @parametrize(
     ("policy", "implementation", "dtypes"),
     ("wgrad", "scaled_dot", {"u8", "s32", "bf16"}),
-    exhaustive=[("bf16", "xla", {"bf16"}), ("fp8", "fp8_carriers", {"f8e4m3fn", "bf16"})],
+    exhaustive=[("bf16", "xla", {"bf16"}), ("fp8", "fp8_carriers", {"f8e4m3fn", "s32", "bf16"})],
 )
 def test_layers_are_gathered_one_at_a_time_as_the_gemms_read_them(tmp_path, policy, implementation, dtypes):
     """The head is in bfloat16. With remat, a loss in pieces and a batch in parts."""
     text = partitioned_step(tmp_path, policy, "1,4,1", implementation)
     found = re.findall(r" = (\w+)\[([\d,]*)\]\S* (all-gather|all-to-all|collective-permute)\(", text)
-    words = ("all-gather", "s32", 3)  # of packed elements: rows in four parts; other s32 are tokens
+    words = ("all-gather", "s32", 3)  # of bytes: rows in four parts; other s32 are tokens
     moved = [
         (name, dtype, shape)
         for dtype, shape, name in found

@@ -53,6 +53,16 @@ def test_it_casts_as_defined(on_hopper, shape, dtype, uses):
     check(draw(shape, dtype), uses)
 
 
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 1), ("float32", 0)])
+def test_a_weight_is_behind_no_barrier(on_hopper, dtype, hidden):
+    """XLA copies a slice of a stack for a barrier, and casts an unhidden one where it is."""
+    program = jax.make_jaxpr(lambda x: [q.elements for q in quantize_fp8(x, (ROWS, COLUMNS))])(
+        draw((48, 80), dtype)
+    )
+    behind = [e.invars for e in program.eqns if e.primitive.name == "optimization_barrier"]
+    assert sum(v.aval.shape == (48, 80) for invars in behind for v in invars) == hidden
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-38, 3e38, 2.0**-120])
 @pytest.mark.parametrize("rest", [0.0, 1.0])
 def test_special_values(on_hopper, value, rest):

@@ -101,10 +101,11 @@ def test_the_general_kernel_rounds_two_elements_at_a_time(rule):
 
 @pytest.mark.parametrize("prescale", [0.75, 0.7])
 @pytest.mark.parametrize("form", ["packed", "bf16"])
-def test_stochastic_rounding(form, prescale):
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_stochastic_rounding(axis, form, prescale):
     """A factor that is absorbed by the scale's exactly, and one that is not; the words of Philox alone."""
-    use = OperandUse(-1, Operand(rounding="stochastic", prescale=prescale), Rotation(64, signs="redrawn"))
-    x = draw_tensor(np.random.default_rng(8), (9, 130), "wide", "bfloat16")
+    use = OperandUse(axis, Operand(rounding="stochastic", prescale=prescale), Rotation(64, signs="redrawn"))
+    x = draw_tensor(np.random.default_rng(8), (9, 130) if axis == -1 else (130, 9), "wide", "bfloat16")
     assert_as_defined(x, use, form=form)
 
 

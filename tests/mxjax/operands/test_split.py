@@ -11,7 +11,7 @@ from support.dots import assert_near, jitted_products
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
-from mxjax.operands.split import product_apart, split
+from mxjax.operands.split import product_apart, quantiles, split
 from mxjax.operands.use import OperandUse, dequantize_use
 from mxjax.products import prepare
 
@@ -123,6 +123,22 @@ def test_outliers_are_multiplied_and_clipped_ones_dropped():
         expected = quantized(part, -1) @ quantized(w, 0) + remains * np.asarray(rest) @ np.asarray(w)
         found = gradients(Policy(fprop=Gemm(operand, NEAREST)))[0]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"), [(1.0, jnp.float32), (1000.0, jnp.float32), (1000.0, jnp.bfloat16)]
+)
+def test_on_gpus_outliers_are_multiplied_by_halves(largest, dtype, monkeypatch):
+    """In as many products as they need, against float64; x is in bfloat16, and a column may be large."""
+    monkeypatch.setattr("mxjax.operands.product.on_gpu", lambda: True)
+    x, w, _ = tensors()
+    x, outliers = x.at[:, 3].multiply(largest).astype(jnp.bfloat16), Operand(split="outliers", quantile=0.9)
+    bounds, w = quantiles(x, 0.9), w.astype(dtype)
+    y = jax.jit(lambda x, w: product_apart(x, -1, w, -2, Gemm(outliers, NEAREST), (bounds, None)))(x, w)
+    rest = np.asarray(split(x, outliers).rest, np.float64)
+    wanted = rest @ np.asarray(w, np.float64)
+    size = np.linalg.norm(rest, axis=1)[:, None] * np.linalg.norm(np.asarray(w, np.float64), axis=0)
+    assert np.all(np.abs(y - wanted) < 1e-6 * size)
 
 
 def test_a_batch_of_tokens_under_vmap_has_one_mean():

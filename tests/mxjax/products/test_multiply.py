@@ -17,7 +17,7 @@ import mxjax
 from mxjax.numerics.operand import Operand
 from mxjax.operands.carriers import SHIFTS, carry
 from mxjax.operands.kernel_operand import KernelOperand, decode
-from mxjax.operands.product import contract, contract_by_halves
+from mxjax.operands.product import contract, contract_by_halves, contract_often_short
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Gemm, Policy, Rotation
 from mxjax.products import implementations
@@ -274,6 +274,26 @@ def test_products_by_halves_span_the_range_of_float32():
     assert contract(large, jnp.float32([[2.0**-120, 0]])) == 2.0**7
     np.testing.assert_array_equal(contract(jnp.zeros((2, 0)), jnp.zeros((3, 0))), np.zeros((2, 3)))
     assert np.isnan(contract(jnp.float32([[jnp.inf, 2.0**95]]), large))
+
+
+@pytest.mark.parametrize(
+    ("value", "lost"), [(2047, 0), (2049, 1), (jnp.nan, 1), (jnp.inf, 1), (1 + 2.0**-12, 1)]
+)
+def test_what_fits_eleven_bits_is_not_multiplied_again(value, lost, monkeypatch):
+    monkeypatch.setattr("mxjax.operands.product.on_gpu", lambda: True)
+    keys, runs = jax.random.split(jax.random.key(0)), []
+    x, w = jax.random.randint(keys[0], (24, 64), -2047, 2048), jax.random.normal(keys[1], (64, 40))
+    x = x.astype(jnp.float32).at[3, 5].set(value)
+
+    def compute(x):
+        jax.debug.callback(lambda: runs.append(1))
+        return x / 1024
+
+    y = jax.jit(lambda x: contract_often_short(compute, (x,), -1, w, -2))(x)
+    jax.effects_barrier()
+    assert len(runs) == 1 + lost
+    wanted = contract_by_halves(x / 1024, -1, w, -2)
+    np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1e-6 * float(jnp.abs(wanted[:3]).max()))
 
 
 @parametrize("policy", "tetrajet_v2", slow=["uniform4_fp32", "ms_fp4"])
