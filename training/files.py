@@ -67,7 +67,7 @@ def check_parent(flag: str, path: pathlib.Path) -> None:
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
     """Writes a file under a temporary name, flushes it to the disk, and renames it.
 
-    After a crash at any moment `path` holds either its old content or all of `data`. An OSError names a path.
+    After a crash at any moment `path` holds either its old content or all of `data`. An OSError names `path`.
     """
     temporary = temporary_path(path)
     if temporary.is_symlink():  # it may lead anywhere
@@ -80,9 +80,9 @@ def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if error.errno is not None:  # writes to open files name no path
-            error.filename = error.filename or str(path)
-        raise
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name, or none
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:

@@ -112,6 +112,7 @@ def test_files_that_cannot_be_written_end_the_run_with_a_message(text, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as `prepare_process` does
 def test_a_full_disk_ends_the_run_with_a_message(text, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "run"
     train(*arguments(text, whole, "--steps", "4"))

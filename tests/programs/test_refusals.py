@@ -225,7 +225,8 @@ def test_a_run_inside_its_text_or_another_run_is_refused(text, tmp_path):
     ("names", "said"),
     [
         (("gs:", "a-gs:/b", "s3:/bucket/run"), "name a folder, no bucket, gs: or s3:"),
-        (("\udcff", "a\nb", "a\x1b[31m"), "name a path without control characters"),
+        (("a\nb", "a\x1b[31m"), "name a path without control characters"),
+        (("\udcff",), "name a path in UTF-8, or set PYTHONUTF8=1"),
         (("a[1]/run",), "a[1]/run: name a path without [ ]"),
     ],
 )

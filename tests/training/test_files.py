@@ -38,6 +38,9 @@ def test_a_failed_write_names_the_file(tmp_path):
     with file_sizes(5), pytest.raises(OSError, match="File too large") as raised:
         write_atomically(tmp_path / "a.json", "too much")
     assert raised.value.filename == str(tmp_path / "a.json")
+    with pytest.raises(FileNotFoundError) as raised:
+        write_atomically(tmp_path / "none" / "a.json", "new")
+    assert raised.value.filename == str(tmp_path / "none" / "a.json")
 
 
 def test_a_link_at_the_temporary_name_is_not_followed(tmp_path):

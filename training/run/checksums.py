@@ -250,8 +250,10 @@ def check_saveable(folder: pathlib.Path) -> None:
     `gs:` at the end of a component for a bucket. Of a bucket, pathlib has made a folder's name.
     """
     text = str(folder.absolute())
-    if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):  # Cs: bytes that are no UTF-8
-        raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path without control characters")
+    kinds = {unicodedata.category(c) for c in text}
+    if kinds & {"Cc", "Cs"}:  # Cs: bytes that are no UTF-8, or a locale of another encoding
+        what = "in UTF-8, or set PYTHONUTF8=1" if "Cs" in kinds else "without control characters"
+        raise ValueError(f"checkpoints cannot be saved in {text!r}: name a path {what}")
     if any(f"{bucket}/" in f"{text}/" for bucket in ("gs:", "s3:")):
         raise ValueError(f"checkpoints cannot be saved in {folder}: name a folder, no bucket, gs: or s3:")
     if found := sorted(set("*?[]\\") & set(text)):
