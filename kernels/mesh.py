@@ -25,9 +25,6 @@ from jax.sharding import (
 
 _log = logging.getLogger("mxjax")
 
-Axis = tuple[str, dict[str, int], list[str]]
-"""An axis as a rule writes it, the sizes of its compound factors, and the factors that are never sharded."""
-
 
 def batched_by_vmap(
     run: Callable[..., list[jax.Array]], shared: int | None = None
@@ -188,22 +185,41 @@ def _sharding(mesh, axes, cuts) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(cuts.get(factors[0]) for factors in axes)))
 
 
-def compound(name: str, size: int, unit: int) -> Axis:
-    """Returns an axis that is sharded only between runs of `unit`: factors name + "o" and name + "i".
+class RuleAxes:
+    """The axes of a rule, as it writes them.
 
-    It is sharded only if the number of devices divides the number of runs, which Shardy does not check.
+    Attributes:
+      sizes: sizes of the factors in compounds.
+      whole: the factors that are never sharded.
     """
-    if unit == 1:
-        return name, {}, []
-    if size % unit or size == unit or size // unit % jax.device_count():
-        return name, {}, [name]
-    outer, inner = f"{name}o", f"{name}i"
-    return f"({outer} {inner})", {outer: size // unit, inner: unit}, [inner]
 
+    def __init__(self, *whole: str):
+        self.sizes: dict[str, int] = {}
+        self.whole = [*whole]
 
-def along(name: str, what: str, size: int) -> Axis:
-    """Returns an axis of a result with `size` elements per run of a `compound` axis; 0 if that is whole."""
-    if size == 1:
-        return f"{name}o", {}, []
-    inner = f"{name}{what}"
-    return (f"({name}o {inner})", {inner: size}, [inner]) if size else (inner, {}, [inner])
+    def compound(self, name: str, size: int, unit: int) -> str:
+        """Returns an axis that is sharded only between runs of `unit`: factors name + "o" and name + "i".
+
+        It is sharded only if the number of devices divides the number of runs, which Shardy does not check.
+        """
+        if unit == 1:
+            return name
+        if size % unit or size == unit or size // unit % jax.device_count():
+            self.whole.append(name)
+            return name
+        outer, inner = f"{name}o", f"{name}i"
+        self.sizes |= {outer: size // unit, inner: unit}
+        self.whole.append(inner)
+        return f"({outer} {inner})"
+
+    def along(self, name: str, what: str, each: int) -> str:
+        """Returns an axis of a result that has an element for each `each` of the axis `name`."""
+        size = self.sizes.get(f"{name}i", 0) // each
+        if size == 1:
+            return f"{name}o"
+        inner = f"{name}{what}"
+        self.whole.append(inner)
+        if not size:
+            return inner
+        self.sizes[inner] = size
+        return f"({name}o {inner})"

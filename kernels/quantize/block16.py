@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
+from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
 from mxjax.kernels.quantize.block16_kernel import RUN, SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
 from mxjax.kernels.quantize.quantizer import elements_of, placed_scalars, scalars_of
@@ -201,17 +201,11 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
     """Returns the call of `largest_kernel` that a mesh may shard between tiles."""
     *_, r, c = shape
     tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), start.target, shape)
-    r_axis, r_sizes, r_whole = compound("r", r, tile.rows)
-    c_axis, c_sizes, c_whole = compound("c", c, max(tile.columns, RUN.value * (start.before == "factors")))
-    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
-    arguments = _arguments(r_axis, c_axis, scalars, "", start, sizes, whole)
-    axes = []
-    for name, size in (("r", tile.rows), ("c", tile.columns)):
-        axis, more, uncut = along(name, "tiles", sizes.get(f"{name}i", 0) // size)
-        sizes |= more
-        whole += uncut
-        axes.append(axis)
-    result = f"v b {' '.join(axes)}"
+    axes = RuleAxes("scalars")
+    r_axis = axes.compound("r", r, tile.rows)
+    c_axis = axes.compound("c", c, max(tile.columns, RUN.value * (start.before == "factors")))
+    arguments = _arguments(r_axis, c_axis, scalars, "", start, axes)
+    result = f"v b {axes.along('r', 'tiles', tile.rows)} {axes.along('c', 'tiles', tile.columns)}"
     rule = arguments + f" -> {result}, {result}"
 
     def run(x, scalars, *places):
@@ -239,12 +233,10 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
             **stride,
         )
 
-    return partitioned(run, rule, sizes, whole)
+    return partitioned(run, rule, axes.sizes, axes.whole)
 
 
-def _arguments(
-    r_axis: str, c_axis: str, scalars: int, more: str, start: _Start, sizes: dict[str, int], whole: list[str]
-) -> str:
+def _arguments(r_axis: str, c_axis: str, scalars: int, more: str, start: _Start, axes: RuleAxes) -> str:
     """Returns the arguments of a rule: x, more, scalars, places, and what the step before reads."""
     of_scalars = f"{'v' if scalars > 1 else 'one'} scalars"
     rule = f"v b {r_axis} {c_axis}, {more}{of_scalars}, b, {r_axis}, {c_axis}"
@@ -252,15 +244,7 @@ def _arguments(
         return f"{rule}, v b {c_axis}"
     if start.before != "factors":
         return rule
-    return f"{rule}, v b {_runs_along('c', 'factors', sizes, whole)} {r_axis}"
-
-
-def _runs_along(name: str, what: str, sizes: dict[str, int], whole: list[str]) -> str:
-    """Returns the axis of the runs of an axis, and adds its factors to both."""
-    axis, more, uncut = along(name, what, sizes.get(f"{name}i", 0) // RUN.value)
-    sizes |= more
-    whole += uncut
-    return axis
+    return f"{rule}, v b {axes.along('c', 'factors', RUN.value)} {r_axis}"
 
 
 def _on_mesh(pair: Pair, start: _Start, shape, scalars: int):
@@ -268,21 +252,18 @@ def _on_mesh(pair: Pair, start: _Start, shape, scalars: int):
     *_, r, c = shape
     rows, columns = pair
     seen = RUN.value if start.before == "factors" else 1
-    r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
-    c_axis, c_sizes, c_whole = compound("c", c, max(_unit(rows, columns), seen))
-    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars", "sides"]
-    arguments = _arguments(r_axis, c_axis, scalars, "v sides, ", start, sizes, whole)
+    axes = RuleAxes("scalars", "sides")
+    r_axis = axes.compound("r", r, _unit(columns, rows))
+    c_axis = axes.compound("c", c, max(_unit(rows, columns), seen))
+    arguments = _arguments(r_axis, c_axis, scalars, "v sides, ", start, axes)
     results = []
     for use, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
         if use is None:
             continue
-        axis, more, uncut = along(name, "words", sizes.get(f"{name}i", 0) // 2)
-        sizes |= more
-        whole += uncut
-        results.append(f"v b {other} {axis}")
-        results.append(f"v b {_runs_along(name, 'runs', sizes, whole)} {other}" if _run_of(use) else "v")
+        results.append(f"v b {other} {axes.along(name, 'words', 2)}")
+        results.append(f"v b {axes.along(name, 'runs', RUN.value)} {other}" if _run_of(use) else "v")
     rule = f"{arguments} -> {', '.join(results)}"
-    return partitioned(functools.partial(_call, pair, start, (r, c)), rule, sizes, whole)
+    return partitioned(functools.partial(_call, pair, start, (r, c)), rule, axes.sizes, axes.whole)
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:

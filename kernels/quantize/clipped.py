@@ -20,7 +20,7 @@ from mxjax.kernels.device.loads import column_groups, row_groups
 from mxjax.kernels.device.quest import QUEST, quest_bytes
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import batched_by_vmap, compound, partitioned
+from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
 from mxjax.kernels.quantize.kernel import join_words
 from mxjax.kernels.quantize.launches import LONGEST_AXIS, carry_of
 from mxjax.numerics.formats import BLOCK
@@ -67,12 +67,13 @@ def _clipping(use: OperandUse, dtype):
 
     def run(raw, x, *factors):
         _, r, c = x.shape
-        r_axis, r_sizes, r_whole = compound("r", r, BLOCK if use.axis == -2 else 1)
-        c_axis, c_sizes, c_whole = compound("c", c, BLOCK if use.axis == -1 else 1)
+        axes = RuleAxes()
+        r_axis = axes.compound("r", r, BLOCK if use.axis == -2 else 1)
+        c_axis = axes.compound("c", c, BLOCK if use.axis == -1 else 1)
         terms = [f"v {r_axis} {c_axis}"] * 2 + [f"v {r_axis}", f"v {c_axis}"][: len(factors)]
         rule = ", ".join(terms) + f" -> v {r_axis} {c_axis}"
         call = functools.partial(_clip, use, dtype)
-        return partitioned(call, rule, r_sizes | c_sizes, [*r_whole, *c_whole])(raw, x, *factors)
+        return partitioned(call, rule, axes.sizes, axes.whole)(raw, x, *factors)
 
     return batched_by_vmap(run)
 

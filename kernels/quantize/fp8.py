@@ -22,7 +22,7 @@ from mxjax.kernels.device.elements import encode_fp8, largest, widen
 from mxjax.kernels.device.loads import column_groups, join_tensors, store_inside
 from mxjax.kernels.launch import MOST_PROGRAMS, ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import batched_by_vmap, compound, partitioned
+from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
 from mxjax.kernels.quantize.launches import LONGEST_AXIS, Tile
 from mxjax.numerics.blocks import magnitude_bits
 from mxjax.numerics.float_scales import divide, tensor_max
@@ -114,13 +114,13 @@ def _caster(sides: Sides, maxima: bool):
     """
 
     def run(x, *factors):
-        r_axis, r_sizes, r_whole = compound("r", x.shape[1], UNIT)
-        c_axis, c_sizes, c_whole = compound("c", x.shape[2], UNIT)
+        axes = RuleAxes()
+        r_axis, c_axis = axes.compound("r", x.shape[1], UNIT), axes.compound("c", x.shape[2], UNIT)
         results = ((f"v {r_axis} {c_axis}", sides[0]), (f"v {c_axis} {r_axis}", sides[1]), ("v", maxima))
         rule = f"v {r_axis} {c_axis}, v, v -> " + ", ".join(term for term, wanted in results if wanted)
         first = [re.findall(r"\w+", axis)[0] for axis in (r_axis, c_axis)]
         call = functools.partial(launch_cast, sides, maxima)
-        return partitioned(call, rule, r_sizes | c_sizes, [*r_whole, *c_whole], reduced=first)(x, *factors)
+        return partitioned(call, rule, axes.sizes, axes.whole, reduced=first)(x, *factors)
 
     return batched_by_vmap(run)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float32
 from mxjax.kernels.device.elements import widen
 from mxjax.kernels.device.loads import load_inside
 from mxjax.kernels.launch import triton_call
-from mxjax.kernels.mesh import batched_by_vmap, compound, partitioned
+from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
 from mxjax.kernels.quantize.fp8 import (
     TILE,
     UNIT,
@@ -98,15 +98,14 @@ def _caster(sides: Sides, kind: ComputedKind):
     """
 
     def run(*arrays):
-        r_axis, sizes, whole = compound("r", arrays[0].shape[1], UNIT)
+        axes = RuleAxes("c", "two_c")
+        r_axis = axes.compound("r", arrays[0].shape[1], UNIT)
         tensors = [term.format(r=r_axis) for term in _TENSORS[kind]]
         out = "two_c" if kind == "gradient" else "c"
         rule = ", ".join([*tensors, "v", "v"]) + f" -> v {r_axis} {out}, v {out} {r_axis}, v"
-        names = re.findall(r"\w+", rule)
-        columns = [name for name in ("c", "two_c") if name in names]
         [first, *_] = re.findall(r"\w+", r_axis)
         call = functools.partial(launch_computed_cast, sides, kind)
-        return partitioned(call, rule, sizes, [*whole, *columns], reduced=[first])(*arrays)
+        return partitioned(call, rule, axes.sizes, axes.whole, reduced=[first])(*arrays)
 
     return batched_by_vmap(run)
 

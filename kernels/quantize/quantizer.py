@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
 from mxjax.kernels.launch import triton_call
 from mxjax.kernels.lowering import TYPES
-from mxjax.kernels.mesh import along, batched_by_vmap, compound, partitioned
+from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
 from mxjax.kernels.quantize.draws import sign_words
 from mxjax.kernels.quantize.kernel import Form, words_of
 from mxjax.kernels.quantize.launches import (
@@ -119,21 +119,18 @@ def _quantizer(pair: Pair, form: Form, target: Target | None):
 def _sharding_of(pair: Pair, form: Form, r: int, c: int, scalars: int):
     """Returns the rule, sizes and whole factors of `partitioned` for a tensor [v, b, r, c]."""
     rows, columns = pair
-    r_axis, r_sizes, r_whole = compound("r", r, _unit(columns, rows))
-    c_axis, c_sizes, c_whole = compound("c", c, _unit(rows, columns))
-    sizes, whole = r_sizes | c_sizes, [*r_whole, *c_whole, "scalars"]
+    axes = RuleAxes("scalars")
+    r_axis = axes.compound("r", r, _unit(columns, rows))
+    c_axis = axes.compound("c", c, _unit(rows, columns))
     of_scalars = f"{'v' if scalars > 1 else 'one'} scalars"
     results = []
     for use, other, name in ((rows, r_axis, "c"), (columns, c_axis, "r")):
         if use is None:
             continue
-        words = sizes.get(f"{name}i", 0) // 8 * words_of(form)
-        for what, inner in (("words", words), ("scales", sizes.get(f"{name}i", 0) // BLOCK)):
-            axis, more, uncut = along(name, what, inner)
-            sizes |= more
-            whole += uncut
-            results.append(f"v b {other} {axis}")
-    return f"v b {r_axis} {c_axis}, {of_scalars}, b, {r_axis}, {c_axis} -> {', '.join(results)}", sizes, whole
+        for what, each in (("words", 8 // words_of(form)), ("scales", BLOCK)):
+            results.append(f"v b {other} {axes.along(name, what, each)}")
+    rule = f"v b {r_axis} {c_axis}, {of_scalars}, b, {r_axis}, {c_axis} -> {', '.join(results)}"
+    return rule, axes.sizes, axes.whole
 
 
 def _unit(blocked: OperandUse | None, other: OperandUse | None) -> int:
@@ -251,18 +248,13 @@ def _computed_sharding_of(pair: Pair, kind: ComputedKind, r: int):
     """Returns the rule, sizes and whole factors of `partitioned` for tensors with r rows."""
     _, columns = pair
     assert columns is not None
-    r_axis, sizes, whole = compound("r", r, columns.padded(1))
-    tensors = _COLUMNS[kind]
+    tensors, other = _COLUMNS[kind], "two_c" if kind == "gradient" else "c"
+    axes = RuleAxes(*tensors, "row_words", "row_scales", other)
+    r_axis = axes.compound("r", r, columns.padded(1))
     arguments = [term for n in tensors for term in (f"v {r_axis} {n}", f"v {r_axis}", f"v {n}")]
     results = [f"v {r_axis} row_words", f"v {r_axis} row_scales"]
-    whole = [*whole, *tensors, "row_words", "row_scales"]
-    other = "two_c" if kind == "gradient" else "c"
-    for what, each in (("words", 8), ("scales", BLOCK)):
-        axis, more, uncut = along("r", what, sizes.get("ri", 0) // each)
-        sizes |= more
-        whole += uncut
-        results.append(f"v {other} {axis}")
-    return ", ".join(arguments) + " -> " + ", ".join(results), sizes, [*whole, other]
+    results += [f"v {other} {axes.along('r', *each)}" for each in (("words", 8), ("scales", BLOCK))]
+    return ", ".join(arguments) + " -> " + ", ".join(results), axes.sizes, axes.whole
 
 
 def launch_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:

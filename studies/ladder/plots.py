@@ -66,10 +66,11 @@ def remedies(cells: Mapping[str, CellResult]) -> Figure:
         name: group for name, group in by_group(dict(cells)).items() if name[1] in (*MAIN_PROTOCOLS, FRESH)
     }
     shown = [
-        (f"{_named_alone(base)}, {protocol}", base, {cell.label: cell for cell in group})
+        (f"{prefix}{base.rules}, {protocol}", base, {cell.label: cell for cell in group})
         for (_, protocol), group in groups.items()
         for base in sorted(group, key=lambda cell: cell.label)
-        if base.policy in ("wgrad", f"{WGRAD_ONLY}wgrad")
+        for policy, prefix in (("wgrad", ""), (f"{WGRAD_ONLY}wgrad", "Wgrad alone, "))
+        if base.policy == policy
     ]
     shown.sort(key=lambda row: row[0])
     shown = [row for row in shown if any(len(_changes(*row[1:], remedy)) > 1 for remedy in REMEDIES)]
@@ -142,7 +143,3 @@ def _changes(base: CellResult, others: Mapping[str, CellResult], remedy: str) ->
     name = base.policy.removesuffix("wgrad") + remedy
     other = others.get(base.label.replace(base.policy, name, 1))
     return differences(other.losses if other else {}, base.losses)
-
-
-def _named_alone(cell: CellResult) -> str:
-    return ("Wgrad alone, " if cell.policy.startswith(WGRAD_ONLY) else "") + cell.rules

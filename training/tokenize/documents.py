@@ -107,7 +107,9 @@ def _in_folder(folder: str, recursive: bool) -> list[str]:
     deeper = below([folder], strict=recursive)
     files = [file.path for file in os.scandir(folder) if not file.is_dir() and _is_read(file.path)]
     is_dataset = any(file.endswith(".parquet") for file in (*files, *deeper))
-    files = [file for file in (*files, *(deeper if recursive else ())) if not (is_dataset and _is_card(file))]
+    files += deeper if recursive else []
+    if is_dataset:
+        files = [file for file in files if os.path.basename(file) not in _CARD]
     splits = {split: file for file in sorted(files) if (split := _split(os.path.relpath(file, folder)))}
     if len(splits) > 1:
         one = splits.get("train", min(splits.values()))
@@ -133,10 +135,6 @@ def _is_made(path: str) -> bool:
     prefixes = [path.removesuffix(suffix) for suffix in WRITTEN if path.endswith(suffix)]
     is_tokenizer = os.path.basename(path) == "tokenizer.json"
     return is_tokenizer or any(os.path.exists(f"{prefix}.idx") for prefix in prefixes)
-
-
-def _is_card(file: str) -> bool:
-    return os.path.basename(file) in _CARD
 
 
 def _split(path: str) -> str | None:
