@@ -31,7 +31,7 @@ from mxjax.policy import Policy
 from mxjax.products.fused import fused_mlp, normed_dot
 from mxjax.products.implementations import Implementation
 from mxjax.runtime.keys import fold_each
-from mxjax.runtime.remat import recomputed, tag_product
+from mxjax.runtime.remat import keep_products, recomputed, tag_product
 from mxjax.stats.layers import Amax, Measures, Tensors, probe
 
 BLOCK_LAYERS = (
@@ -176,7 +176,11 @@ class BlockGemms:
             if y is not None:
                 return y
         x = rms_norm(x, norm)
-        return self.dot(names[1], recomputed(swiglu)(self.dot(names[0], x, gate_up)), down)
+        if isinstance(gate_up, Adapted):  # else XLA keeps unpacked weights for the backward pass
+            hidden = keep_products(lambda x, w: swiglu(self.dot(names[0], x, w)))(x, gate_up)
+        else:
+            hidden = recomputed(swiglu)(self.dot(names[0], x, gate_up))
+        return self.dot(names[1], hidden, down)
 
     def dot_general(self, name: str, lhs, rhs, dimension_numbers) -> Array:
         """Returns the product of two activations in float32, for the layer `name`."""

@@ -291,12 +291,12 @@ def parse(argv: list[str] | None = None) -> Config:
         steps, decay = (n if n and COUNT.contains(n) else None for n in (known.steps, known.decay))
         if known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
-        if known.resume or known.branch:
+        if known.branch or (known.resume and known.out):
             from training.run.resume import branch_defaults, extension_defaults  # here: it imports much
 
             if not known.resume:
                 default = branch_defaults(known.branch, decay, steps)
-            elif known.out:
+            else:
                 default = extension_defaults(known.out, steps) or default
     if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
         default = dataclasses.replace(default, precision=dataclasses.replace(default.precision, set=()))

@@ -60,6 +60,12 @@ def rematerialize(function: Callable, mode: Remat, *, in_loop: bool) -> Callable
     return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
 
 
+def keep_products[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function, keeping only tagged values and its arguments for the backward pass."""
+    kept = _policy(frozenset().union(*_KEPT.values()))
+    return jax.checkpoint(function, policy=kept, prevent_cse=False)
+
+
 def recomputed(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """Returns an elementwise function of gate and up, the halves of a product's columns, whose gradient
     recomputes all from that product.

@@ -198,17 +198,43 @@ def parse_record(line: bytes) -> dict[str, Any]:
     values = parse_object(line)
     step = values.get("step")
     if type(step) is not int or not 1 <= step < 2**63:
-        raise ValueError("it has no step")
-    try:
-        sets, layers = (values.get(name, {}).values() for name in ("eval_sets", "layers"))
-        for one in sets:
-            one["eval_loss"] = float(one["eval_loss"])
-        measured = [gemm for layer in layers for gemm in layer.values() if isinstance(gemm, dict)]
-        for record in (values, *sets, *measured):
-            record |= {name: float(record[name]) for name in _NUMBERS if name in record}
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"it is no record: {error}") from None
+        raise ValueError(f"its step is {_short(step)}")
+    sets, layers = (_of_objects(values, name) for name in ("eval_sets", "layers"))
+    for one in sets:
+        one["eval_loss"] = one.get("eval_loss")
+    measured = [gemm for layer in layers for gemm in layer.values() if isinstance(gemm, dict)]
+    for record in (values, *sets, *measured):
+        for name in _NUMBERS:
+            if name in record:
+                record[name] = _number(name, record[name])
+    if not isinstance(values.get("skipped", False), bool):
+        raise ValueError(f"skipped is {_short(values['skipped'])}")
     return values
+
+
+def _of_objects(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the values of an object of objects; none if the name is missing."""
+    found = values.get(name, {})
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise ValueError(f"{name} is {_short(found)}")
+    return list(found.values())
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a value as a number; raises ValueError unless it is one, or what `json_line` writes for one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        if is_number or value in ("nan", "inf", "-inf"):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{name} is {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    """Returns a value as JSON has it, at most 20 characters of it; "missing or null" for None."""
+    text = "missing or null" if value is None else json.dumps(value)
+    return text if len(text) <= 20 else f"{text[:17]}..."
 
 
 def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:

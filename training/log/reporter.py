@@ -100,7 +100,8 @@ class RunLog:
             with self.pause():
                 jax.profiler.start_trace(self._traces)
                 self._tracing = True
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+        annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+        with annotation if self._tracing else contextlib.nullcontext():
             result = function(*arguments)
         if self._switched:
             self._clock = time.monotonic()  # the new program is compiled by now

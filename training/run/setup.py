@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -121,16 +121,23 @@ def set_up(config: Config, folder: pathlib.Path) -> Plan:
     return plan
 
 
-def choose(
-    config: Config, folder: pathlib.Path
-) -> tuple[Config, DecoderConfig, tuple[Phase, ...], pathlib.Path | None, dict[str, Any]]:
-    """Returns the configuration, model and phases of a run in `folder`, and the run that it continues.
+class Choice(NamedTuple):
+    """The configuration and the model of a run, and the run that it continues.
 
-    Of that run it returns the folder, or None, and what its config.json holds, or nothing.
-
-    Raises:
-      ValueError: they cannot run here.
+    Attributes:
+      source: the folder of the run that is continued, or None.
+      saved: what its config.json holds, or nothing.
     """
+
+    config: Config
+    model: DecoderConfig
+    phases: tuple[Phase, ...]
+    source: pathlib.Path | None
+    saved: dict[str, Any]
+
+
+def choose(config: Config, folder: pathlib.Path) -> Choice:
+    """Returns the model and the phases of a run in `folder`; raises ValueError unless they can run here."""
     source, taken = continued(config, folder)
     if source is not None and not (source / CONFIG).exists():
         raise ValueError(f"--resume: {source} holds no run; leave out --resume to start one there")
@@ -144,7 +151,7 @@ def choose(
     config, model = choose_model(config, source or folder, saved)
     phases = choose_phases(config, model, taken, saved)
     check_computation(config, model, phases)
-    return config, model, phases, source, saved
+    return Choice(config, model, phases, source, saved)
 
 
 def continued(config: Config, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:

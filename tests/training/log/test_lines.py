@@ -10,9 +10,10 @@ GOOD = [b'{"step": 1, "loss": 2.5}', b'{"step": 1, "eval_loss": "nan"}', b'{"ste
 DAMAGED = [
     *(b"", b"\x00\xff", b"null", b"[1]", b"{}", b'{"step": true}', b'{"step": "1"}', b'{"step": "1_0"}'),
     *(b'{"step": 0}', b'{"step": -5, "loss": 2.5}', b'{"step": 9223372036854775808}'),
-    *(b'{"step": 1, "eval_loss": [1]}', b'{"step": 1, "loss": null}', b'{"step": 1, "loss": "low"}'),
+    *(b'{"step": 1, "loss": "1_0"}', b'{"step": 1, "loss": " 2.5"}', b'{"step": 1, "eval_loss": [1]}'),
+    *(b'{"step": 1, "loss": null}', b'{"step": 1, "loss": "low"}'),
     *(b'{"step": 1, "loss": 1' + b"0" * 400 + b"}", b'{"step": 1' + b"0" * 5000 + b"}"),
-    b'{"step": 1, "grad_norm": "high"}',
+    *(b'{"step": 1, "skipped": "yes"}', b'{"step": 1, "grad_norm": "high"}'),
     b'{"step": 1, "eval_loss": 2.5, "eval_sets": {"a": {}}}',
     b'{"step": 1, "eval_loss": 2.5, "eval_sets": [1]}',
     b'{"step": 1, "layers": {"blocks.0.up": {"fprop": {"sqnr_db": "high"}}}}',
