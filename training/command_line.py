@@ -291,13 +291,14 @@ def parse(argv: list[str] | None = None) -> Config:
         steps, decay = (n if n and COUNT.contains(n) else None for n in (known.steps, known.decay))
         if known.preset in PRESETS and known.batch_size > 0:
             default = PRESETS[known.preset](known.batch_size)
-        if known.branch or (known.resume and known.out):
-            from training.run.resume import branch_defaults, extension_defaults  # here: it imports much
+        if known.resume and known.out:
+            from training.run.resume import extension_defaults  # here, because it imports much
 
-            if not known.resume:
-                default = branch_defaults(known.branch, decay, steps)
-            else:
-                default = extension_defaults(known.out, steps) or default
+            default = extension_defaults(known.out, steps) or default
+        elif known.branch and not known.resume:
+            from training.run.resume import branch_defaults
+
+            default = branch_defaults(known.branch, decay, steps)
     if any(word.partition("=")[0] == "--set" for word in argv):  # or tyro appends to the run's
         default = dataclasses.replace(default, precision=dataclasses.replace(default.precision, set=()))
     return flags_of(Config, argv, default=default, description="Train a language model in MXFP4.")
