@@ -112,19 +112,12 @@ def triton_call(
             f"triton_call needs at most {MOST_PROGRAMS} programs along each axis but the first on CUDA, "
             f"got {grid}; split the tensor"
         )
+    # Products are not fused with sums, which would round once where the definitions round twice.
+    how = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False} | dict(options or {})
     written = kernel_call(
-        kernel,
-        arrays,
-        out,
-        grid,
-        backend=target.backend,
-        arch=target.arch,
-        # Products are not fused with sums, which would round once where the definitions round twice.
-        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
-        | dict(options or {}),
-        constants=constants,
-        in_place=in_place,
-    )
+        kernel, arrays, out, grid, backend=target.backend, arch=target.arch, options=how,
+        constants=constants, in_place=in_place,
+    )  # fmt: skip
     return [varying_as(y, *arrays) for y in written]
 
 

@@ -176,7 +176,7 @@ class BlockGemms:
             if y is not None:
                 return y
         x = rms_norm(x, norm)
-        if isinstance(gate_up, Adapted):  # else XLA keeps unpacked weights for the backward pass
+        if isinstance(gate_up, Adapted):  # else XLA's CPU writes out seven constants of the weights' shape
             hidden = keep_products(lambda x, w: swiglu(self.dot(names[0], x, w)))(x, gate_up)
         else:
             hidden = recomputed(swiglu)(self.dot(names[0], x, gate_up))
