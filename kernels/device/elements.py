@@ -156,14 +156,18 @@ def encode_fp4(xs, random, byte, prescale: tl.constexpr, STOCHASTIC: tl.constexp
 
 
 @triton.jit
-def encode_drawn(xs, byte, prescale: tl.constexpr, counter, row, key0, key1):
-    """Returns 8 elements as the nibbles of one int32 word; draws its random bits itself, from sm_90 on."""
+def encode_drawn(xs, byte, prescale: tl.constexpr, BOUNDED: tl.constexpr, counter, row, key0, key1):
+    """Returns 8 elements as the nibbles of one int32 word; draws its random bits itself, from sm_90 on.
+
+    Args:
+      BOUNDED: whether elements are below 8 scales, as of any rule but `quest`.
+    """
     if prescale * 4 == int(prescale * 4):  # the product with a power of two is exact, also a subnormal one
         factor = inverse_scale(byte) * prescale
     else:
         factor = tl.full(byte.shape, 1.0, tl.float32)
         xs = _all_scaled(xs, inverse_scale(byte), prescale)
-    CLIPS: tl.constexpr = prescale > 0.75  # of the rules, `floor` scales magnitudes to less than 8
+    CLIPS: tl.constexpr = not BOUNDED or prescale > 0.75
     return tl.where(byte == 255, 0, encode_stochastic(xs, factor, counter, row, key0, key1, CLIPS))
 
 

@@ -195,7 +195,7 @@ def _quantize_groups(
         if PAIRS:
             ws = ws + (tl.where(byte == 255, 0, encode_pairs(eight, byte)),)
         elif DRAWN:
-            ws = ws + (encode_drawn(eight, divisor, PRESCALE, counter, row, key0, key1),)
+            ws = ws + (encode_drawn(eight, divisor, PRESCALE, CARRY != QUEST, counter, row, key0, key1),)
         elif FORM == "packed":
             ws = ws + (encode_fp4(eight, random, divisor, PRESCALE, STOCHASTIC, CONVERT),)
         else:

@@ -65,6 +65,12 @@ def test_shapes(shape):
     assert_as_defined(x, ROWS_DRAWN, DRAWN)
 
 
+def test_elements_that_the_rule_quest_clips():
+    x = draw_tensor(np.random.default_rng(2), (37, 136), "special", "bfloat16")
+    quest = Operand(scale_rule="quest", rounding="stochastic", prescale=0.75)
+    assert_as_defined(x, OperandUse(-1, quest, key=jax.random.key(2)))
+
+
 @pytest.mark.parametrize("exponent", [-112, 113, 118, 124])
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_magnitudes_at_both_ends(columns, exponent):
