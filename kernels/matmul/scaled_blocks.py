@@ -104,9 +104,9 @@ def scaled_blocks_kernel(
         column_scales = rhs_scales + b.to(tl.int64) * (RUNS * N) + n + column
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for run in range(RUNS):
-            part = tl.dot(x.load([b * M + m, run * RUN]), y.load([b * N + n, run * RUN]).T)
-            rows = tl.load(row_scales + run * M, row < M - m, 0.0)
+            rows = tl.load(row_scales + run * M, row < M - m, 0.0)  # while the units multiply
             columns = tl.load(column_scales + run * N, column < N - n, 0.0)
+            part = tl.dot(x.load([b * M + m, run * RUN]), y.load([b * N + n, run * RUN]).T)
             wide = tl.broadcast_to(rows[:, None], [BLOCK_M, BLOCK_N])
             acc = tl.fma(part * columns[None, :], wide, acc)
         store_tile(out, acc, tile_m, tile_n, b.to(tl.int64), M, N, BLOCK_M, BLOCK_N)
