@@ -41,6 +41,7 @@ TABLES = {
     "mechanism": second_part.mechanism,
     "mechanism even": second_part.mechanism_even,
     "length": second_part.length,
+    "length tokens": token_tables.length_tokens,
     "local": second_part.local,
     "generators": second_part.generators,
     "new rates": second_part.rates,

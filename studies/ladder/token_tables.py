@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from analysis.statistics import Estimate, effective_multiple, overhead
 from mxjax.runtime.tables import table
-from studies.ladder.cells import BASELINE, MAIN_PROTOCOLS, MULTIPLES
+from studies.ladder.cells import BASELINE, LENGTHS, MAIN_PROTOCOLS, MULTIPLES
 from studies.ladder.results import CellResult, baseline, by_group
 from studies.ladder.tables import PAPER_COLUMNS, Cells, interval, number, paper_rows
+
+_HEADER = "policy, rules | seeds | tokens of fp8 | 95 % | overhead"
 
 
 def decay_tokens(cells: Cells) -> str:
@@ -29,8 +31,7 @@ def decay_tokens(cells: Cells) -> str:
                 rows.append([cell.label, *_multiple(effective_multiple(cell.losses, lengths), lengths)])
     if not rows:
         return "\n".join(notes) or "Not run yet: fp8 at other lengths (study `ladder-60m-tuned`)."
-    header = "policy, rules | seeds | tokens of fp8 | 95 % | overhead"
-    return "\n\n".join([table(header, rows), *notes])
+    return "\n\n".join([table(_HEADER, rows), *notes])
 
 
 def paper_layout_in_tokens(cells: Cells) -> str:
@@ -52,6 +53,24 @@ def paper_layout_in_tokens(cells: Cells) -> str:
             layout = table(PAPER_COLUMNS, rows)
             parts.append(f"`{model}`, protocol `{protocol}`, tokens beyond fp8 ({measure}):\n\n{layout}")
     return "\n\n".join(parts) or "Not run yet: `constant-60m`, and fp8 at other lengths (`ladder-60m-tuned`)."
+
+
+def length_tokens(cells: Cells) -> str:
+    """Returns P2 on tokens without repetition, but at the first length, than which fp8 has no shorter."""
+    groups, of_fp8 = by_group(dict(cells)), lengths_of(cells, "60m", min(LENGTHS))
+    rows = []
+    for protocol in [*LENGTHS][1:]:
+        group = groups.get(("60m", protocol), [])
+        base = baseline(group)
+        lengths = {m / LENGTHS[protocol]: losses for m, losses in of_fp8.items()}
+        if base is None or len(lengths) < 3:
+            continue
+        millions = f"{base.runs[min(base.runs)]['tokens'] / 1e6:.0f} million"
+        for cell in group:
+            if cell is not base:
+                found = _multiple(effective_multiple(cell.losses, lengths), lengths)
+                rows.append([f"{cell.label}, {millions}", *found])
+    return table(_HEADER, rows) if rows else "Not run yet: fp8 at three lengths (study `length-60m`)."
 
 
 def _has_lengths(protocol: str) -> bool:
