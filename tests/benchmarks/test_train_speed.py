@@ -78,9 +78,16 @@ def test_wrong_losses_are_no_times(changes, reason):
     assert runs[-1]["failed"]
 
 
-def test_right_losses_are_times_and_a_peer_has_weights_of_its_own():
-    runs = [outcome(), outcome(PEER, "autocast", losses=[12.4, 12.3])]
-    train_speed.check(runs)
+@pytest.mark.parametrize(
+    ("changes", "is_bytes"),
+    [
+        ({"program": PEER, "subject": "autocast", "losses": [12.4, 12.3]}, False),  # has weights of its own
+        ({"subject": "fp8", "losses": [12.3, 11.0]}, True),
+    ],
+)
+def test_right_losses_are_times(changes, is_bytes):
+    runs = [outcome(), outcome(**changes)]
+    train_speed.check(runs, is_bytes=is_bytes)
     assert "absent" not in runs[-1]
 
 
