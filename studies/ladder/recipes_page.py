@@ -15,7 +15,7 @@ from training.process.environment import input_errors
 RUNS = RESULTS / "recipes.jsonl"
 PAGE = RESULTS.parent / "recipes.md"
 COMMAND = "python -m studies.ladder recipes"
-_HEADER = "recipe | runs | loss | minus fp8 | 95 % | tokens/s | GiB a step"
+_HEADER = "recipe | loss | minus fp8 | 95 % | tokens/s | GiB a step"
 
 
 def recipes_table(runs: Sequence[Run]) -> str:
@@ -25,19 +25,21 @@ def recipes_table(runs: Sequence[Run]) -> str:
     parts = []
     for (model, protocol), group in by_group(gather(runs)).items():
         base = baseline(group)
-        rows = [_row(cell, base) for cell in group]
-        devices = sorted({run["device"] for cell in group for run in cell.runs.values()})
-        parts.append(f"`{model}`, protocol `{protocol}`, on {', '.join(devices)}:\n\n{table(_HEADER, rows)}")
+        most = max(len(cell.runs) for cell in group)
+        rows = [_row(cell, base, most) for cell in group]
+        devices = ", ".join(sorted({run["device"] for cell in group for run in cell.runs.values()}))
+        where = f"`{model}`, protocol `{protocol}`, on {devices}, runs a recipe: {most}"
+        parts.append(f"{where}\n\n{table(_HEADER, rows)}")
     return "\n\n".join(parts)
 
 
-def _row(cell: CellResult, base: CellResult | None) -> list[object]:
+def _row(cell: CellResult, base: CellResult | None, most: int) -> list[object]:
     fastest = max(cell.runs.values(), key=lambda run: run["tokens"] / run["seconds"])
     memory = fastest.get("step_bytes")
     label, runs, diverged, *losses = beside(cell, base)
+    fewer = f", runs: {runs}" if runs != most else ""
     return [
-        label,
-        f"{runs}, {diverged} diverged" if diverged else runs,
+        f"{label}{fewer}{f', diverged: {diverged}' if diverged else ''}",
         *losses,
         f"{fastest['tokens'] / fastest['seconds']:,.0f}",
         f"{memory / 2**30:.2f}" if memory else "-",
