@@ -1,7 +1,8 @@
 """Hopper's quantizer kernels for training's common case: bfloat16, quantized along columns or both axes.
 
 They compute the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
-rule `floor`; columns may be rotated by H4 or H16, or else rounded stochastically, then by other rules too.
+rule `floor`; columns may be rotated by H4 or H16, with signs or without, or else rounded stochastically, then
+by other rules too.
 `mxjax.kernels.quantize.launches` chooses. One kernel reads the tensor itself. The others compute it where
 they quantize it (`mxjax.operands.computed`), so that its values are never stored.
 """
@@ -28,8 +29,8 @@ def quantize_pairs_kernel(
     x, scalars, row_words, row_scales, column_words, column_scales, BATCH: tl.constexpr, R, C: tl.constexpr,
     R_ALL, C_ALL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
     EXACT: tl.constexpr, ALONG_ROWS: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH,
-    COLUMN_STOCHASTIC: tl.constexpr, ROTATION: tl.constexpr, ROW_CARRY: tl.constexpr,
-    COLUMN_CARRY: tl.constexpr, SEEN: tl.constexpr,
+    COLUMN_STOCHASTIC: tl.constexpr, ROTATION: tl.constexpr, COLUMN_SIGNS: tl.constexpr,
+    ROW_CARRY: tl.constexpr, COLUMN_CARRY: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Quantizes x [V, BATCH, R, C] (bfloat16, C a multiple of 8) along its columns, and its rows if wanted.
 
@@ -43,6 +44,7 @@ def quantize_pairs_kernel(
       COLUMN_LENGTH: R padded to whole blocks.
       COLUMN_STOCHASTIC: whether rounding is stochastic.
       ROTATION: size of the columns' rotation: 1, 4 or 16.
+      COLUMN_SIGNS: whether it has signs.
       ROW_CARRY, COLUMN_CARRY: carries of the scale rules; 0 if columns are rotated.
       SEEN: whether columns are quantized from the values of the quantized rows, of a rule with a carry.
     """
@@ -52,7 +54,9 @@ def quantize_pairs_kernel(
     else:
         r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
-    random = None
+    random, signs = None, None
+    if COLUMN_SIGNS:
+        signs = tl.load(scalars + matrix // BATCH * SCALARS_STRIDE + 8)
     if COLUMN_STOCHASTIC:
         scalars += matrix // BATCH * SCALARS_STRIDE
         batch, r_all, c_all = place_of(scalars, matrix % BATCH, COLUMN_STOCHASTIC)
@@ -64,22 +68,26 @@ def quantize_pairs_kernel(
         loaded = loaded + (load_words(x, i, R - r0, (C - c0) // 2, C // 2, GROUP, BLOCK_R, BLOCK_C, EXACT),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
     quantize_tile(
-        loaded, out, place, random, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION,
-        ROW_CARRY, COLUMN_CARRY, SEEN,
+        loaded, out, place, random, signs, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
+        ROTATION, ROW_CARRY, COLUMN_CARRY, SEEN,
     )  # fmt: skip
 
 
 @triton.jit
 def quantize_normed_kernel(
-    x, factors, scale, row_words, row_scales, column_words, column_scales, R, C: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr,
-    COLUMN_LENGTH, ROTATION: tl.constexpr,
+    x, factors, scale, signs, row_words, row_scales, column_words, column_scales, R,
+    C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
+    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SIGNS_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes x * factors * scale along its columns and its rows. Each product is rounded to bfloat16.
 
     x [V, R, C] and scale [V, C] are in bfloat16, factors [V, R] in float32. Results and the other arguments
     are as in `quantize_pairs_kernel`, with V for V * BATCH. The grid is (tiles along C, tiles along R, V),
     from the last rows to the first, of which the L2 cache still has the last.
+
+    Args:
+      signs: uint32 [V or 1], of each matrix's rotation as bits, 1 for negative, the first in the highest.
+      SIGNS_STRIDE: 1, or 0 if all have the same, or -1 if the rotation has none.
     """
     r0, c0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
@@ -96,23 +104,24 @@ def quantize_normed_kernel(
         xs = load_words(x, i, rows, words, C // 2, GROUP, BLOCK_R, BLOCK_C, EXACT)
         loaded = loaded + (times_norm(xs, factor, columns),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
+    word = sign_word(signs, matrix, SIGNS_STRIDE)
     quantize_tile(
-        loaded, out, place, None, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
+        loaded, out, place, None, word, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
     )
 
 
 @triton.jit
 def quantize_gated_kernel(
-    product, row_factors, column_factors, row_words, row_scales, column_words, column_scales, R,
+    product, row_factors, column_factors, signs, row_words, row_scales, column_words, column_scales, R,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
-    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr,
+    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SIGNS_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes silu(gate) * up [V, R, C] of a product [V, R, 2 C] along its columns and its rows.
 
     Gate's columns come first. The product is as GEMMs leave it (`mxjax.operands.product.Product`): in
     bfloat16, with row_factors [V, R] and column_factors [V, 2 C], powers of two in float32. The result is
     computed in float32 and rounded to bfloat16. Results and the other arguments are as in
-    `quantize_pairs_kernel`, with V for V * BATCH. The grid is (tiles along C, tiles along R, V).
+    `quantize_normed_kernel`. The grid is (tiles along C, tiles along R, V).
     """
     r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
@@ -129,17 +138,18 @@ def quantize_gated_kernel(
         u = load_words(gate + C // 2, i, rows, words, C, GROUP, BLOCK_R, BLOCK_C, EXACT)
         loaded = loaded + (silu_up(g, u, row, gate_column, up_column),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
+    word = sign_word(signs, matrix, SIGNS_STRIDE)
     quantize_tile(
-        loaded, out, place, None, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
+        loaded, out, place, None, word, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
     )
 
 
 @triton.jit
 def quantize_gated_gradient_kernel(
-    product, row_factors, column_factors, gradient, gradient_row_factors, gradient_column_factors, row_words,
-    row_scales, column_words, column_scales, R, C: tl.constexpr, BLOCK_R: tl.constexpr,
+    product, row_factors, column_factors, gradient, gradient_row_factors, gradient_column_factors, signs,
+    row_words, row_scales, column_words, column_scales, R, C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH,
-    ROTATION: tl.constexpr,
+    ROTATION: tl.constexpr, SIGNS_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the gradient [V, R, 2 C] of a product, from that of its silu(gate) * up [V, R, C].
 
@@ -168,9 +178,20 @@ def quantize_gated_gradient_kernel(
         loaded = _load_gradient(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT, False)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, of_up * C + c0)
     end = of_up * C + C
+    word = sign_word(signs, matrix, SIGNS_STRIDE)
     quantize_tile(
-        loaded, out, place, None, R, 2 * C, end, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
-    )
+        loaded, out, place, None, word, R, 2 * C, end, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
+        ROTATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def sign_word(signs, matrix, STRIDE: tl.constexpr):
+    """Returns the word of a matrix's signs, or None if STRIDE is negative."""
+    word = None
+    if STRIDE >= 0:
+        word = tl.load(signs + matrix * STRIDE)
+    return word
 
 
 @triton.jit

@@ -30,9 +30,10 @@ GROUP = tl.constexpr(16)  # rows per thread
 
 @triton.jit
 def quantize_tile(
-    loaded, out, place, random, R, C: tl.constexpr, c_end, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr,
-    ROW_CARRY: tl.constexpr = 0, COLUMN_CARRY: tl.constexpr = 0, SEEN: tl.constexpr = False,
+    loaded, out, place, random, signs, R, C: tl.constexpr, c_end, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH,
+    ROTATION: tl.constexpr, ROW_CARRY: tl.constexpr = 0, COLUMN_CARRY: tl.constexpr = 0,
+    SEEN: tl.constexpr = False,
 ):  # fmt: skip
     """Quantizes the tile at a place (matrix, row, column) of a tensor [V, R, C].
 
@@ -40,6 +41,7 @@ def quantize_tile(
       loaded: the tile's words, as `load_words` returns those of each row of the groups.
       out: words and scales of rows, then of columns.
       random: Philox's key, the counter and the row at which the tile begins; None rounds to nearest.
+      signs: the rotation's as bits of a word, 1 for negative, the first in the highest; or None.
       c_end: the column at which the tiles end.
       Others: see `quantize_pairs_kernel`.
     """
@@ -61,7 +63,7 @@ def quantize_tile(
     scales = column_scales + column * (COLUMN_LENGTH // 32) + r0 // 32
     length, others = COLUMN_LENGTH - r0, c_end - c0
     _quantize_columns(
-        tile, words, scales, random, length, others, COLUMN_LENGTH, BLOCK_R, BLOCK_C, ROTATION, EXACT,
+        tile, words, scales, random, signs, length, others, COLUMN_LENGTH, BLOCK_R, BLOCK_C, ROTATION, EXACT,
         COLUMN_CARRY,
     )  # fmt: skip
 
@@ -116,8 +118,8 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_columns(
-    tile, words, scales, random, length, others, LENGTH, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROTATION: tl.constexpr, EXACT: tl.constexpr, CARRY: tl.constexpr,
+    tile, words, scales, random, signs, length, others, LENGTH, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROTATION: tl.constexpr, EXACT: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
     """Quantizes along columns, two at a time; stores words and scales as `_quantize_rows` does."""
     GROUPS: tl.constexpr = BLOCK_R // GROUP
@@ -126,7 +128,9 @@ def _quantize_columns(
     bytes_written = ()
     words_written = ()
     for j in tl.static_range(4):
-        two_bytes, four_words = _quantize_two_columns(tile[j], 2 * j, random, ROTATION, GROUPS, QUADS, CARRY)
+        two_bytes, four_words = _quantize_two_columns(
+            tile[j], 2 * j, random, signs, ROTATION, GROUPS, QUADS, CARRY
+        )
         bytes_written = bytes_written + two_bytes
         if ROTATION == 1:
             # Stored at once they need fewer registers; after a rotation that takes longer.
@@ -152,8 +156,8 @@ def _quantize_columns(
 
 @triton.jit
 def _quantize_two_columns(
-    ws, after: tl.constexpr, random, ROTATION: tl.constexpr, GROUPS: tl.constexpr, QUADS: tl.constexpr,
-    CARRY: tl.constexpr,
+    ws, after: tl.constexpr, random, signs, ROTATION: tl.constexpr, GROUPS: tl.constexpr,
+    QUADS: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the columns in the low and in the high halves of GROUP tensors of words.
 
@@ -166,8 +170,12 @@ def _quantize_two_columns(
         lows = ()
         highs = ()
         for i in tl.static_range(GROUP):
-            lows = lows + ((ws[i] << 16).to(tl.float32, bitcast=True),)
-            highs = highs + ((ws[i] & -65536).to(tl.float32, bitcast=True),)
+            w = ws[i]
+            if signs is not None:
+                negative = (signs << i & 0x80000000).to(tl.int32)
+                w ^= negative | (negative >> 16 & 0x8000)
+            lows = lows + ((w << 16).to(tl.float32, bitcast=True),)
+            highs = highs + ((w & -65536).to(tl.float32, bitcast=True),)
         lows = rotate_groups(lows, ROTATION, GROUP, GROUPS, QUADS, 1)
         highs = rotate_groups(highs, ROTATION, GROUP, GROUPS, QUADS, 1)
         largest = larger_halves(largest_floats(lows, GROUP), largest_floats(highs, GROUP), 0)

@@ -181,9 +181,10 @@ def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, in
     kernel = quantize_normed_kernel if kind == "normed" else quantize_gated_kernel
     tile, parts = HOPPER_TILE, 1
     if kind == "gradient":
-        # In higher tiles the kernel without a rotation takes so many registers that it runs alone.
-        higher = Tile(256, 128, 8, GROUP.value)
-        kernel, tile, parts = quantize_gated_gradient_kernel, higher if columns.rotation else HOPPER_TILE, 2
+        # Without a rotation, or with signs, registers of higher tiles leave room for one program alone.
+        if columns.rotation and not columns.has_signs:
+            tile = Tile(256, 128, 8, GROUP.value)
+        kernel, parts = quantize_gated_gradient_kernel, 2
     constants = {
         "R": r,
         "C": c,
@@ -238,9 +239,9 @@ def carry_of(use: OperandUse) -> int:
 
 
 def _is_plain(use: OperandUse) -> bool:
-    """Whether the use has 1-D blocks and not the rule `quest`, no signs and no prescale."""
+    """Whether the use has 1-D blocks and not the rule `quest`, and no prescale."""
     o = use.operand
-    return not _is_quest(use) and not o.prescale and not o.is_square and not use.has_signs
+    return not _is_quest(use) and not o.prescale and not o.is_square
 
 
 def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:
@@ -255,6 +256,7 @@ def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int])
         "COLUMN_LENGTH": columns.padded(r),
         "COLUMN_STOCHASTIC": drawn,
         "ROTATION": columns.rotation_size,
+        "COLUMN_SIGNS": columns.has_signs,
         "ROW_CARRY": carry_of(rows) if rows else 0,
         "COLUMN_CARRY": carry_of(columns),
         "SEEN": columns.reads is not None,

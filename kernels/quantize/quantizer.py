@@ -195,7 +195,8 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     n = n // 2 if kind == "gated" else n
     v = math.prod(batch)
     run = _computed_quantizer((rows.options, columns.options), kind)
-    made = run(*(a.reshape(v, *a.shape[len(batch) :]) for a in arrays))
+    signs = [scalars_of(columns)[2:3]] if columns.has_signs else []
+    made = run(*(a.reshape(v, *a.shape[len(batch) :]) for a in arrays), *signs)
     return [
         KernelOperand(
             elements_of(words, "packed").reshape(*batch, other, -1), scales.reshape(*batch, other, -1)
@@ -226,14 +227,16 @@ def _with_factors(product: Product) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _computed_quantizer(pair: Pair, kind: ComputedKind):
     """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v.
 
-    A mesh may shard it along rows, but not within blocks or rotations.
+    Words of signs, [v or 1], come last if the columns' rotation has any. A mesh may shard it along rows, but
+    not within blocks or rotations.
     """
 
     def run(*arrays):
         call = functools.partial(launch_computed, pair, kind)
-        return partitioned(call, *_computed_sharding_of(pair, kind, arrays[0].shape[1]))(*arrays)
+        signs = [x.size for x in arrays[_ARRAYS[kind] :]]
+        return partitioned(call, *_computed_sharding_of(pair, kind, arrays[0].shape[1], signs))(*arrays)
 
-    return batched_by_vmap(run)
+    return batched_by_vmap(run, shared=_ARRAYS[kind])
 
 
 _COLUMNS: dict[ComputedKind, tuple[str, ...]] = {
@@ -242,22 +245,33 @@ _COLUMNS: dict[ComputedKind, tuple[str, ...]] = {
     "gradient": ("two_c", "c"),
 }
 """The columns of each tensor."""
+_ARRAYS: dict[ComputedKind, int] = {kind: 3 * len(columns) for kind, columns in _COLUMNS.items()}
+"""The arrays of each kind, without signs."""
 
 
-def _computed_sharding_of(pair: Pair, kind: ComputedKind, r: int):
-    """Returns the rule, sizes and whole factors of `partitioned` for tensors with r rows."""
+def _computed_sharding_of(pair: Pair, kind: ComputedKind, r: int, signs: list[int]):
+    """Returns the rule, sizes and whole factors of `partitioned` for tensors with r rows.
+
+    Args:
+      signs: the number of words of signs, if there are any.
+    """
     _, columns = pair
     assert columns is not None
     tensors, other = _COLUMNS[kind], "two_c" if kind == "gradient" else "c"
     axes = RuleAxes(*tensors, "row_words", "row_scales", other)
     r_axis = axes.compound("r", r, columns.padded(1))
     arguments = [term for n in tensors for term in (f"v {r_axis} {n}", f"v {r_axis}", f"v {n}")]
+    arguments += ["v" if n > 1 else "one" for n in signs]
     results = [f"v {r_axis} row_words", f"v {r_axis} row_scales"]
     results += [f"v {other} {axes.along('r', *each)}" for each in (("words", 8), ("scales", BLOCK))]
     return ", ".join(arguments) + " -> " + ", ".join(results), axes.sizes, axes.whole
 
 
 def launch_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:
-    """Runs the kernel on the arrays of a kind."""
+    """Runs the kernel on the arrays of a kind, and on signs if the columns' rotation has any."""
     v, r, n = arrays[0].shape
-    return run_launch(computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2)), *arrays)
+    launch = computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2))
+    *_, columns = pair
+    if columns and columns.has_signs:
+        return run_launch(launch, *arrays, SIGNS_STRIDE=int(arrays[-1].size > 1))
+    return run_launch(launch, *arrays, arrays[0], SIGNS_STRIDE=-1)  # an array in place of signs is not read

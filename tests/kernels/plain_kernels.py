@@ -20,7 +20,12 @@ from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
 from mxjax.policy import Rotation
 
-COMPUTED_INPUTS = OperandUse(-1), OperandUse(-2, rotation=Rotation(16))
+
+def _signs():
+    return jnp.where(jnp.arange(16) % 3 == 0, 1.0, -1.0)
+
+
+COMPUTED_INPUTS = OperandUse(-1), OperandUse(-2, rotation=Rotation(16, signs="redrawn"), signs=_signs())
 
 
 def plain_kernel(kernel, x, scalars, *, out, **constants):
@@ -72,12 +77,13 @@ def plain_block16(kernel, x, maxima, *_, out, **constants):
 
 def plain_computed(kernel, *arrays, out, **_):
     """Quantizes a norm's or SwiGLU's result, or its gradient, as Hopper's kernels do, by jax.numpy."""
+    *arrays, _ = arrays  # the signs' word
     products = [Product(arrays[i], arrays[i + 1 : i + 3]) for i in range(0, len(arrays), 3)]
     kind = Gated if len(products) == 1 else GatedGradient
     values = (Normed(*arrays) if kernel is quantize_normed_kernel else kind(*products)).value()
     written = []
     for use in COMPUTED_INPUTS:
-        q = pack_by_definition(values, use)
+        q = pack_by_definition(values, use._replace(signs=_signs() if use.has_signs else None))
         words = q.elements.reshape(*q.elements.shape[:-1], -1, 4)
         written += [lax.bitcast_convert_type(words, jnp.int32), q.scales]
     return written

@@ -25,6 +25,8 @@ from mxjax.runtime.mesh import Layout
 
 ROWS, EPS = OperandUse(-1), 1e-5
 COLUMNS = [OperandUse(-2), OperandUse(-2, rotation=Rotation(4)), OperandUse(-2, rotation=Rotation(16))]
+KEY = jax.random.key(1)
+SIGNED = OperandUse(-2, rotation=Rotation(16, signs="redrawn"), signs=mxjax.random_signs(KEY, 16))
 H16 = mxjax.get_policy("wgrad_hadamard")
 LAYERS = "product", "mlp", "normed mlp"
 
@@ -53,6 +55,7 @@ def draw_operand(kind, r, c):
             for columns in (COLUMNS if kind == "normed" else COLUMNS[::2])
         ),
         ("normed", (128, 128), COLUMNS[2], 1e-3),
+        *((kind, (37, 160), SIGNED, 1e-3) for kind in ("normed", "gated", "gradient")),
         *((kind, (256, 128), COLUMNS[2], 2e-3) for kind in ("gated", "gradient")),
     ],
 )
@@ -102,15 +105,15 @@ def make_layer(kind, seen, policies=(H16, H16), implementation="fp8_carriers"):
     def loss(x, *arrays):
         norm, weights = (None, arrays) if kind == "mlp" else (Norm(arrays[0], EPS), arrays[1:])
         if kind == "product":
-            options = {"policy": policies[0], "key": None, "layout": None}
+            options = {"policy": policies[0], "key": KEY, "layout": None}
             y = normed_dot(x, norm, *weights, implementation=implementation, **options)
         else:
-            options = {"policies": policies, "keys": [None] * 2, "layouts": [None] * 2}
+            options = {"policies": policies, "keys": [KEY] * 2, "layouts": [None] * 2}
             y = fused_mlp(x, weights, norm=norm, implementation=implementation, **options)
         seen.append(y is not None)
         if y is None:
             y = x if norm is None else rms_norm(x, norm)
-            options = {"implementation": implementation, "preferred_element_type": x.dtype}
+            options = {"implementation": implementation, "preferred_element_type": x.dtype, "key": KEY}
             for i, w in enumerate(weights):
                 y = mxjax.dot(swiglu(y) if i else y, w, policy=policies[i], **options)
         return jnp.sum(y.astype(jnp.float32) * jnp.sin(jnp.arange(y.size)).reshape(y.shape)), y
@@ -137,19 +140,22 @@ def assert_close(got, wanted, bound):
 
 
 @pytest.mark.parametrize(
-    ("kind", "implementation"),
+    ("kind", "implementation", "policy"),
     [
-        ("product", "fp8_carriers"),
-        ("mlp", "fp8_carriers"),
+        ("product", "fp8_carriers", "wgrad_rht"),
+        ("mlp", "fp8_carriers", "wgrad_hadamard"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, "wgrad_hadamard", marks=pytest.mark.slow)
             for case in (("mlp", "triton"), ("normed mlp", "fp8_carriers"))
         ),
+        pytest.param("normed mlp", "fp8_carriers", "wgrad_rht", marks=pytest.mark.slow),
     ],
 )
-def test_results_and_gradients_are_those_of_separate_steps(on_hopper, monkeypatch, kind, implementation):
+def test_results_and_gradients_are_those_of_separate_steps(
+    on_hopper, monkeypatch, kind, implementation, policy
+):
     arrays = draw_layer(kind, (2, 40), 64, 96, spread=2)
-    policies = (H16, mxjax.get_policy("wgrad") if kind == "mlp" else H16)
+    policies = [mxjax.get_policy(name) for name in (policy, "wgrad" if kind == "mlp" else policy)]
     results, seen = [], []
     for fuse in (True, False):
         if not fuse:
