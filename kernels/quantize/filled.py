@@ -28,7 +28,7 @@ def takes_filled(x: jax.Array, uses: list[OperandUse], run: int, length: int) ->
     """Whether `quantize_filled` runs here and takes x for these uses, in runs of `length` rows in all."""
     if len(uses) != 2 or x.dtype != jnp.bfloat16 or run % HOPPER_TILE.rows:
         return False
-    if any(use.has_places or use.has_signs for use in uses):
+    if any(use.has_places or use.has_signs or use.operand.rounding == "stochastic" for use in uses):
         return False
     plain = all(use.form == "packed" and use.is_plain and use.reads is None for use in uses)
     rows, columns = uses

@@ -1,10 +1,10 @@
 """Hopper's quantizer kernels for training's common case: bfloat16, quantized along columns or both axes.
 
 They compute the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
-rule `floor`; columns may be rotated by H4 or H16, with signs or without, or else rounded stochastically, then
-by other rules too.
-`mxjax.kernels.quantize.launches` chooses. One kernel reads the tensor itself. The others compute it where
-they quantize it (`mxjax.operands.computed`), so that its values are never stored.
+rule `floor`; columns may be rotated by H4 or H16, with signs or without, or else rounded stochastically.
+`mxjax.kernels.quantize.launches` chooses. One kernel reads the tensor itself, and rounds stochastically by
+other rules too. The others compute it where they quantize it (`mxjax.operands.computed`), so that its values
+are never stored.
 """
 
 import triton
@@ -54,14 +54,10 @@ def quantize_pairs_kernel(
     else:
         r0, c0 = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
-    random, signs = None, None
-    if COLUMN_SIGNS:
-        signs = tl.load(scalars + matrix // BATCH * SCALARS_STRIDE + 8)
-    if COLUMN_STOCHASTIC:
+    if COLUMN_STOCHASTIC or COLUMN_SIGNS:
         scalars += matrix // BATCH * SCALARS_STRIDE
-        batch, r_all, c_all = place_of(scalars, matrix % BATCH, COLUMN_STOCHASTIC)
-        r_all, c_all = r_all + r0, c_all + c0
-        random = (scalars + 6, r_all // 8, batch * C_ALL + c_all)
+    random = random_at(scalars, matrix % BATCH, r0, c0, C_ALL, COLUMN_STOCHASTIC)
+    signs = signs_at(scalars, COLUMN_SIGNS)
     x = (x + (matrix * R * C + r0.to(tl.int64) * C + c0)).to(tl.pointer_type(tl.int32))
     loaded = ()
     for i in tl.static_range(GROUP):
@@ -75,9 +71,10 @@ def quantize_pairs_kernel(
 
 @triton.jit
 def quantize_normed_kernel(
-    x, factors, scale, signs, row_words, row_scales, column_words, column_scales, R,
+    x, factors, scale, scalars, row_words, row_scales, column_words, column_scales, R,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
-    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SIGNS_STRIDE: tl.constexpr,
+    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes x * factors * scale along its columns and its rows. Each product is rounded to bfloat16.
 
@@ -86,8 +83,7 @@ def quantize_normed_kernel(
     from the last rows to the first, of which the L2 cache still has the last.
 
     Args:
-      signs: uint32 [V or 1], of each matrix's rotation as bits, 1 for negative, the first in the highest.
-      SIGNS_STRIDE: 1, or 0 if all have the same, or -1 if the rotation has none.
+      STOCHASTIC, SIGNS: whether columns are rounded stochastically, and whether their rotation has signs.
     """
     r0, c0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
@@ -104,17 +100,21 @@ def quantize_normed_kernel(
         xs = load_words(x, i, rows, words, C // 2, GROUP, BLOCK_R, BLOCK_C, EXACT)
         loaded = loaded + (times_norm(xs, factor, columns),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
-    word = sign_word(signs, matrix, SIGNS_STRIDE)
+    scalars += matrix * SCALARS_STRIDE
+    random = random_at(scalars, matrix * 0, r0, c0, C, STOCHASTIC)
+    signs = signs_at(scalars, SIGNS)
     quantize_tile(
-        loaded, out, place, None, word, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
-    )
+        loaded, out, place, random, signs, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
+        ROTATION,
+    )  # fmt: skip
 
 
 @triton.jit
 def quantize_gated_kernel(
-    product, row_factors, column_factors, signs, row_words, row_scales, column_words, column_scales, R,
+    product, row_factors, column_factors, scalars, row_words, row_scales, column_words, column_scales, R,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
-    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SIGNS_STRIDE: tl.constexpr,
+    ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes silu(gate) * up [V, R, C] of a product [V, R, 2 C] along its columns and its rows.
 
@@ -138,18 +138,22 @@ def quantize_gated_kernel(
         u = load_words(gate + C // 2, i, rows, words, C, GROUP, BLOCK_R, BLOCK_C, EXACT)
         loaded = loaded + (silu_up(g, u, row, gate_column, up_column),)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, c0)
-    word = sign_word(signs, matrix, SIGNS_STRIDE)
+    scalars += matrix * SCALARS_STRIDE
+    random = random_at(scalars, matrix * 0, r0, c0, C, STOCHASTIC)
+    signs = signs_at(scalars, SIGNS)
     quantize_tile(
-        loaded, out, place, None, word, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
-    )
+        loaded, out, place, random, signs, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
+        ROTATION,
+    )  # fmt: skip
 
 
 @triton.jit
 def quantize_gated_gradient_kernel(
-    product, row_factors, column_factors, gradient, gradient_row_factors, gradient_column_factors, signs,
+    product, row_factors, column_factors, gradient, gradient_row_factors, gradient_column_factors, scalars,
     row_words, row_scales, column_words, column_scales, R, C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH,
-    ROTATION: tl.constexpr, SIGNS_STRIDE: tl.constexpr,
+    ROTATION: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the gradient [V, R, 2 C] of a product, from that of its silu(gate) * up [V, R, C].
 
@@ -178,20 +182,32 @@ def quantize_gated_gradient_kernel(
         loaded = _load_gradient(gate, gradient, factors, rows, words, C, BLOCK_R, BLOCK_C, EXACT, False)
     out, place = (row_words, row_scales, column_words, column_scales), (matrix, r0, of_up * C + c0)
     end = of_up * C + C
-    word = sign_word(signs, matrix, SIGNS_STRIDE)
+    scalars += matrix * SCALARS_STRIDE
+    random = random_at(scalars, matrix * 0, r0, of_up * C + c0, 2 * C, STOCHASTIC)
+    signs = signs_at(scalars, SIGNS)
     quantize_tile(
-        loaded, out, place, None, word, R, 2 * C, end, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
-        ROTATION,
+        loaded, out, place, random, signs, R, 2 * C, end, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH,
+        COLUMN_LENGTH, ROTATION,
     )  # fmt: skip
 
 
 @triton.jit
-def sign_word(signs, matrix, STRIDE: tl.constexpr):
-    """Returns the word of a matrix's signs, or None if STRIDE is negative."""
-    word = None
-    if STRIDE >= 0:
-        word = tl.load(signs + matrix * STRIDE)
-    return word
+def random_at(scalars, b, r0, c0, C_ALL: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Returns `random` of `quantize_tile` for the tile at (r0, c0) of matrix b."""
+    random = None
+    if STOCHASTIC:
+        batch, r_all, c_all = place_of(scalars, b, STOCHASTIC)
+        random = (scalars + 6, (r_all + r0) // 8, batch * C_ALL + c_all + c0)
+    return random
+
+
+@triton.jit
+def signs_at(scalars, SIGNS: tl.constexpr):
+    """Returns `signs` of `quantize_tile`."""
+    signs = None
+    if SIGNS:
+        signs = tl.load(scalars + 8)
+    return signs
 
 
 @triton.jit

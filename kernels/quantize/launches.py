@@ -155,7 +155,7 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
         whole blocks.
     """
     rows, columns = pair
-    if rows is None or columns is None or _is_stochastic(columns) or carry_of(rows):
+    if rows is None or columns is None or columns.reads or carry_of(rows) or carry_of(columns):
         return False
     if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False

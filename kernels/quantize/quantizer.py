@@ -147,7 +147,7 @@ def launch_pair(
     for rows, columns in launched_pairs(pair, target):
         wanted = (rows, rows, columns, columns)
         launch = launch_of((rows, columns), form, target, x.shape, x.dtype, whole)
-        reads = any(use and (use.operand.rounding == "stochastic" or use.has_signs) for use in wanted)
+        reads = any(map(_reads_scalars, wanted))
         read, stride = placed_scalars(reads, x, scalars, places)
         written = run_launch(launch, x, read, **stride)
         results += [y for y, use in zip(written, wanted, strict=True) if use]
@@ -195,8 +195,11 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     n = n // 2 if kind == "gated" else n
     v = math.prod(batch)
     run = _computed_quantizer((rows.options, columns.options), kind)
-    signs = [scalars_of(columns)[2:3]] if columns.has_signs else []
-    made = run(*(a.reshape(v, *a.shape[len(batch) :]) for a in arrays), *signs)
+    drawn = _reads_scalars(columns)
+    if drawn and batch:
+        raise ValueError(f"quantize_computed draws for a matrix alone, got {arrays[0].shape}")
+    scalars = [jnp.concatenate([scalars_of(rows), scalars_of(columns)])[None]] if drawn else []
+    made = run(*(a.reshape(v, *a.shape[len(batch) :]) for a in arrays), *scalars)
     return [
         KernelOperand(
             elements_of(words, "packed").reshape(*batch, other, -1), scales.reshape(*batch, other, -1)
@@ -227,14 +230,15 @@ def _with_factors(product: Product) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _computed_quantizer(pair: Pair, kind: ComputedKind):
     """Returns a function of tensors [v, r, n], each followed by arrays [v, r] and [v, n]; vmap grows v.
 
-    Words of signs, [v or 1], come last if the columns' rotation has any. A mesh may shard it along rows, but
-    not within blocks or rotations.
+    Keys and signs as scalars, [v or 1, 12], come last if columns read them. A mesh may shard it along rows,
+    but not within blocks or rotations.
     """
 
     def run(*arrays):
         call = functools.partial(launch_computed, pair, kind)
-        signs = [x.size for x in arrays[_ARRAYS[kind] :]]
-        return partitioned(call, *_computed_sharding_of(pair, kind, arrays[0].shape[1], signs))(*arrays)
+        r, scalars = arrays[0].shape[1], [x.shape[0] for x in arrays[_ARRAYS[kind] :]]
+        places = [jnp.arange(r, dtype=jnp.uint32) for _ in scalars]  # of which a shard reads its offset
+        return partitioned(call, *_computed_sharding_of(pair, kind, r, scalars))(*arrays, *places)
 
     return batched_by_vmap(run, shared=_ARRAYS[kind])
 
@@ -246,32 +250,40 @@ _COLUMNS: dict[ComputedKind, tuple[str, ...]] = {
 }
 """The columns of each tensor."""
 _ARRAYS: dict[ComputedKind, int] = {kind: 3 * len(columns) for kind, columns in _COLUMNS.items()}
-"""The arrays of each kind, without signs."""
+"""The arrays of each kind, without scalars."""
 
 
-def _computed_sharding_of(pair: Pair, kind: ComputedKind, r: int, signs: list[int]):
+def _computed_sharding_of(pair: Pair, kind: ComputedKind, r: int, scalars: list[int]):
     """Returns the rule, sizes and whole factors of `partitioned` for tensors with r rows.
 
     Args:
-      signs: the number of words of signs, if there are any.
+      scalars: the length of the scalars' first axis, if there are any.
     """
     _, columns = pair
     assert columns is not None
     tensors, other = _COLUMNS[kind], "two_c" if kind == "gradient" else "c"
-    axes = RuleAxes(*tensors, "row_words", "row_scales", other)
+    axes = RuleAxes(*tensors, "row_words", "row_scales", other, *("scalars" for _ in scalars))
     r_axis = axes.compound("r", r, columns.padded(1))
     arguments = [term for n in tensors for term in (f"v {r_axis} {n}", f"v {r_axis}", f"v {n}")]
-    arguments += ["v" if n > 1 else "one" for n in signs]
+    arguments += [term for n in scalars for term in (f"{'v' if n > 1 else 'one'} scalars", r_axis)]
     results = [f"v {r_axis} row_words", f"v {r_axis} row_scales"]
     results += [f"v {other} {axes.along('r', *each)}" for each in (("words", 8), ("scales", BLOCK))]
     return ", ".join(arguments) + " -> " + ", ".join(results), axes.sizes, axes.whole
 
 
 def launch_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[jax.Array]:
-    """Runs the kernel on the arrays of a kind, and on signs if the columns' rotation has any."""
+    """Runs the kernel on the arrays of a kind, then scalars and places of rows if columns read those."""
     v, r, n = arrays[0].shape
     launch = computed_launch_of(pair, kind, (v, r, n if kind == "normed" else n // 2))
-    *_, columns = pair
-    if columns and columns.has_signs:
-        return run_launch(launch, *arrays, SIGNS_STRIDE=int(arrays[-1].size > 1))
-    return run_launch(launch, *arrays, arrays[0], SIGNS_STRIDE=-1)  # an array in place of signs is not read
+    given, drawn = arrays[: _ARRAYS[kind]], arrays[_ARRAYS[kind] :]
+    origin = jnp.zeros(1, jnp.uint32)
+    scalars, place = drawn or (arrays[0], origin)
+    read, stride = placed_scalars(bool(drawn), arrays[0], scalars, (origin, place, origin))
+    _, columns = pair
+    assert columns is not None
+    options = {"STOCHASTIC": columns.operand.rounding == "stochastic", "SIGNS": columns.has_signs}
+    return run_launch(launch, *given, read, **stride, **options)
+
+
+def _reads_scalars(use: OperandUse | None) -> bool:
+    return use is not None and (use.operand.rounding == "stochastic" or use.has_signs)

@@ -12,7 +12,9 @@ from support.quantizer import with_operand
 from triton.runtime.interpreter import interpreter_builder
 
 import mxjax
+from mxjax.kernels.quantize import quantizer
 from mxjax.kernels.quantize.quantizer import quantize_computed
+from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed, rms_norm, swiglu
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.product import Product
@@ -26,6 +28,7 @@ from mxjax.runtime.mesh import Layout
 ROWS, EPS = OperandUse(-1), 1e-5
 COLUMNS = [OperandUse(-2), OperandUse(-2, rotation=Rotation(4)), OperandUse(-2, rotation=Rotation(16))]
 KEY = jax.random.key(1)
+DRAWN = OperandUse(-2, Operand(rounding="stochastic"), key=KEY)
 SIGNED = OperandUse(-2, rotation=Rotation(16, signs="redrawn"), signs=mxjax.random_signs(KEY, 16))
 H16 = mxjax.get_policy("wgrad_hadamard")
 LAYERS = "product", "mlp", "normed mlp"
@@ -55,7 +58,11 @@ def draw_operand(kind, r, c):
             for columns in (COLUMNS if kind == "normed" else COLUMNS[::2])
         ),
         ("normed", (128, 128), COLUMNS[2], 1e-3),
-        *((kind, (37, 160), SIGNED, 1e-3) for kind in ("normed", "gated", "gradient")),
+        *(
+            (kind, (37, 160), use, 1e-3)
+            for kind in ("normed", "gated", "gradient")
+            for use in (SIGNED, DRAWN)
+        ),
         *((kind, (256, 128), COLUMNS[2], 2e-3) for kind in ("gated", "gradient")),
     ],
 )
@@ -72,6 +79,17 @@ def test_it_quantizes_what_xla_computes(on_hopper, kind, shape, columns, most):
     pairs = list(zip(*both(draw_operand(kind, *shape)), strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
     assert sum(int(jnp.sum(a != b)) for a, b in pairs) / sum(a.size for a, _ in pairs) < most
+
+
+def test_a_shard_of_the_rows_draws_the_bits_of_its_place(on_hopper):
+    _, arrays = quantizer.arrays_of(draw_operand("normed", 64, 64), tuple)
+    tensor, factors, scale = (array[None] for array in arrays)
+    scalars = jnp.concatenate([quantizer.scalars_of(use) for use in (ROWS, DRAWN)])[None]
+    run = functools.partial(quantizer.launch_computed, (ROWS, DRAWN.options), "normed")
+    places = jnp.arange(64, dtype=jnp.uint32)
+    *_, words, _ = run(tensor, factors, scale, scalars, places)
+    *_, of_half, _ = run(tensor[:, 32:], factors[:, 32:], scale, scalars, places[32:])
+    np.testing.assert_array_equal(of_half, words[..., 4:])
 
 
 def test_infinities_and_zeros(on_hopper):
@@ -148,7 +166,10 @@ def assert_close(got, wanted, bound):
             pytest.param(*case, "wgrad_hadamard", marks=pytest.mark.slow)
             for case in (("mlp", "triton"), ("normed mlp", "fp8_carriers"))
         ),
-        pytest.param("normed mlp", "fp8_carriers", "wgrad_rht", marks=pytest.mark.slow),
+        *(
+            pytest.param("normed mlp", "fp8_carriers", policy, marks=pytest.mark.slow)
+            for policy in ("wgrad_rht", "wgrad_sr")
+        ),
     ],
 )
 def test_results_and_gradients_are_those_of_separate_steps(
@@ -236,7 +257,8 @@ NAME = "wgrad_hadamard"
                 ({}, True),
                 (policies("wgrad", "wgrad"), True),
                 (policies("full_hadamard", "full_hadamard"), False),  # rotated rows
-                (policies("wgrad_sr", "wgrad_sr"), False),
+                (policies("wgrad_sr", "wgrad_rht"), True),
+                (policies("full_sr", "full_sr"), False),  # rows too
                 (policies("fprop_dgrad", "fprop_dgrad"), False),  # columns in bfloat16
                 (policies("bf16", NAME), False),
                 ({"implementation": "xla"}, False),
