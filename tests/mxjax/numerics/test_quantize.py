@@ -178,11 +178,6 @@ def test_equal_values_of_another_dtype_give_equal_results(dtype):
     assert_same(mxjax.quantize(narrow), mxjax.quantize(x.astype(np.float32)))
 
 
-def test_numpy_and_jax_arrays_are_alike():
-    x = wide_range(8, 70)
-    assert_same(mxjax.quantize(jnp.asarray(x)), mxjax.quantize(x))
-
-
 # --- properties
 
 
