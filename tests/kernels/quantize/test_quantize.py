@@ -165,22 +165,6 @@ def test_magnitudes_at_both_ends_of_float32(scale):
         assert_as_defined(jnp.asarray(x), ROWS, OperandUse(-2, Operand(scale_rule="even")), form=form)
 
 
-def test_special_values():
-    x = np.ones((8, 64), np.float32)
-    x[0, 3], x[1, 40], x[2, 0], x[3, :32], x[4, :32], x[5, 0] = np.nan, np.inf, -np.inf, 0, -0.0, -np.nan
-    x[6, ::2] *= -0.0
-    for form in ("packed", "bf16"):
-        assert_as_defined(jnp.asarray(x), ROWS, COLUMNS_H16, form=form)
-
-
-def test_nan_blocks_leave_their_neighbours_alone():
-    x = np.array(draw_tensor(np.random.default_rng(6), (96, 96), "grid", "bfloat16"))
-    x[::3, 40] = np.nan
-    x[40, ::3] = np.nan
-    assert_as_defined(jnp.asarray(x), ROWS, COLUMNS)
-    assert_as_defined(jnp.asarray(x), COLUMNS)
-
-
 # --- the rule `quest`, and gradients through a quantization that clips
 
 

@@ -42,10 +42,6 @@ X = np.asarray(jax.random.normal(jax.random.key(8), (3, 2, 33, 40)))
 KEYS = jax.random.split(jax.random.key(9), 3)
 
 
-def test_vmap_over_tensor_and_key():
-    assert_each(jax.vmap(quantize_both)(X, KEYS), X, KEYS)
-
-
 @pytest.mark.slow
 def test_vmap_twice():
     grid = jax.vmap(jax.vmap(quantize_both, (None, 0)), (0, None))(X[:2, 0], KEYS)
