@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import dots
 from support.dots import products
 from support.gpu import HAS_GPU
 from support.marks import parametrize
@@ -33,10 +34,7 @@ def all_three(policy, implementation, x, w, dy):
     return products(x, w, dy, jax.random.key(7), policy=policy, implementation=implementation)
 
 
-def assert_close(got, wanted):
-    for a, b in zip(got, wanted, strict=True):
-        a, b = (np.asarray(t, np.float64) for t in (a, b))
-        assert np.linalg.norm(a - b) < 2e-4 * np.linalg.norm(b)
+assert_close = functools.partial(dots.assert_close, bound=2e-4)
 
 
 @parametrize("policy", "wgrad_hadamard", slow=["primus_turbo"], exhaustive=["full_rht", "tetrajet"])

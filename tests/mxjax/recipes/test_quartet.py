@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from support import dots
 from support.dots import assert_near, with_gradients
-from support.recipes import golden
+from support.recipes import golden, nearest
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.numerics.array import dequantize
 from mxjax.operands.use import quantize_use, rotate_use
-from mxjax.policy import map_operands
 from mxjax.products.draws import uses_of
 from mxjax.products.gradients import derivative
 from mxjax.runtime.keys import fold
@@ -31,10 +30,6 @@ def run(policy, implementation, key=None):
     return with_gradients(dot, GOLDEN["x"], GOLDEN["w"], dy=GOLDEN["dy"])
 
 
-def nearest(operand: Operand) -> Operand:
-    return dataclasses.replace(operand, rounding="nearest")
-
-
 def test_forward_operands_are_those_of_the_repository():
     x, w = uses_of(QUARTET.fprop, -1, -2, None)
     for name, use in (("x", x), ("w", w)):
@@ -46,7 +41,7 @@ def test_forward_operands_are_those_of_the_repository():
 def test_the_layer_rounded_to_nearest_is_that_of_the_repository(implementation):
     """The repository flips signs after H, where they change nothing: its rotation is deterministic."""
     assert set(GOLDEN["signs"].tolist()) == {-1, 1}
-    policy = map_operands(QUARTET, nearest)
+    policy = nearest(QUARTET)
     gemms = {name: dataclasses.replace(policy.gemms[name], rotation=Rotation(32)) for name in policy.gemms}
     expected = [GOLDEN[name] for name in dots.PRODUCTS]
     assert_near(run(Policy(**gemms), implementation), expected, 2e-6, 1e-5)
