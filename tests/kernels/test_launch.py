@@ -60,7 +60,6 @@ def rocm_program():
     return program
 
 
-EVERY = pytest.param((), marks=pytest.mark.exhaustive)
 EVERY_GEMM = r"""
 import dataclasses, json, re, sys
 import jax, jax.numpy as jnp
@@ -91,7 +90,7 @@ for policy, head in [*((policy, 16) for policy in sys.argv[1:] or every), ("bf16
 """
 
 
-@pytest.mark.parametrize("policies", [("bf16", "wgrad_sr", "nvfp4"), EVERY], ids=["kinds", "every"])
+@parametrize("policies", ("bf16", "wgrad_sr", "nvfp4"), exhaustive=[()], ids=["kinds", "every"])
 def test_no_program_for_rocm_names_anything_of_nvidia(policies):
     """With every GEMM of a Llama in each policy: head and attention too, in pieces and fused for bf16."""
     programs = [json.loads(line) for line in run_compiled(EVERY_GEMM, *policies).splitlines()]

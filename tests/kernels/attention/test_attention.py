@@ -43,14 +43,10 @@ def reference(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "shape",
-    [
-        (1, 40, 2, 1, 64),  # a masked tail, two heads of queries for one of keys
-        pytest.param((2, 75, 4, 2, 64), marks=pytest.mark.slow),
-        pytest.param((2, 64, 2, 2, 128), marks=pytest.mark.slow),
-        pytest.param((1, 1, 3, 1, 64), marks=pytest.mark.slow),
-    ],
+    (1, 40, 2, 1, 64),  # a masked tail, two heads of queries for one of keys
+    slow=[(2, 75, 4, 2, 64), (2, 64, 2, 2, 128), (1, 1, 3, 1, 64)],
 )
 def test_equals_float32_within_the_rounding_of_bfloat16(shape):
     arrays = draw(*shape)

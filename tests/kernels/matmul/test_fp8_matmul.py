@@ -234,13 +234,10 @@ def spread(seed: int, shape: tuple[int, ...], group: int, spans: tuple[int, int]
     return KernelOperand(jnp.asarray(elements.reshape(*outer, -1)), jnp.asarray(scales.astype(np.uint8)))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("blocks", "span"),
-    [
-        pytest.param(blocks, span, marks=() if (blocks, span) == (3, 40) else pytest.mark.exhaustive)
-        for blocks in (2, 3, 16, 25, 34, 256)
-        for span in (40, 100)
-    ],
+    (3, 40),
+    exhaustive=[(3, 100), *((blocks, span) for blocks in (2, 16, 25, 34, 256) for span in (40, 100))],
 )
 def test_groups_hold_rows_of_any_binades(blocks, span):
     """Such rows are multiplied in FP8 alone: what the packed operands say does not matter."""

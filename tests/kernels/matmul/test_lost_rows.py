@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import parametrize
 
 from mxjax.kernels.matmul.carry import carry_operands, rows_and_parts
 from mxjax.kernels.matmul.fp8_matmul import correct
@@ -49,13 +50,10 @@ def exact_product(lhs: KernelOperand, rhs: KernelOperand):
     return values[0] @ values[1].swapaxes(1, 2)
 
 
-@pytest.mark.parametrize(  # a word has the flags of 32, 32 and 2 rows of so many blocks
+@parametrize(  # a word has the flags of 32, 32 and 2 rows of so many blocks
     ("blocks", "dtype", "below", "bits"),
-    [
-        (2, "bfloat16", 60, 8),
-        (6, "float32", 90, 24),
-        pytest.param(65, "bfloat16", 60, 8, marks=pytest.mark.exhaustive),
-    ],
+    *((2, "bfloat16", 60, 8), (6, "float32", 90, 24)),
+    exhaustive=[(65, "bfloat16", 60, 8)],
 )
 def test_rows_are_left_where_the_lost_part_is_below_rounding(blocks, dtype, below, bits):
     lhs, rhs = operands(blocks, below)

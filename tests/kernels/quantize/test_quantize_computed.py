@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.dots import assert_close, assert_same
+from support.marks import parametrize
 from support.quantizer import with_operand
 from triton.runtime.interpreter import interpreter_builder
 
@@ -131,18 +132,15 @@ def draw_layer(kind, tokens, d, width, spread=0):
     return jnp.asarray(x, jnp.bfloat16), *(jnp.asarray(t, jnp.float32) for t in (*scale, *weights))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("kind", "implementation"),
-    [
+    *(
         ("product", "fp8_carriers"),
         ("mlp", "fp8_carriers"),
         ("product", "delayed"),
         ("normed mlp", "delayed"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("mlp", "triton"), ("normed mlp", "fp8_carriers"))
-        ),
-    ],
+    ),
+    slow=[("mlp", "triton"), ("normed mlp", "fp8_carriers")],
 )
 def test_results_and_gradients_are_those_of_separate_steps(on_hopper, monkeypatch, kind, implementation):
     arrays = draw_layer(kind, (2, 40), 64, 96, spread=2)

@@ -23,15 +23,10 @@ ALL = [*IMPLEMENTATIONS, "fp8_carriers", "scaled_dot"]
 """Every implementation that runs without a GPU."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n
-        if n in ("fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
-        else pytest.param(n, marks=pytest.mark.slow)
-        for n in DETERMINISTIC
-    ],
-)
+FEW = ("fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
+
+
+@parametrize("name", *FEW, slow=[name for name in DETERMINISTIC if name not in FEW])
 def test_products_are_those_of_the_dequantized_operands(name):
     policy = DETERMINISTIC[name]
     x, w, dy = inputs()

@@ -24,11 +24,7 @@ from mxjax.runtime.devices import Target, use_target
 from mxjax.runtime.mesh import Layout
 
 ON_PACKED = ["fp8_carriers", "scaled_dot"]
-POLICIES = [
-    "wgrad_hadamard",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("wgrad", "full_hadamard", "full_rht")),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tetrajet", "lumen", "fprop")),
-]
+POLICIES = ["wgrad", "full_hadamard", "full_rht", "tetrajet", "lumen", "fprop"]
 
 
 def tensors(m=40, k=96, n=72, dtype=jnp.bfloat16, seed=0):
@@ -60,7 +56,7 @@ def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@parametrize("policy", "wgrad_hadamard", slow=POLICIES)
 def test_multiplies_the_values_of_the_reference(policy):
     args = tensors()
     expected = all_three(*args, policy, "reference")

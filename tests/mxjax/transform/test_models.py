@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 from support.dots import assert_same, draw
+from support.marks import parametrize
 
 import mxjax
 
@@ -84,10 +85,7 @@ def expected():
     return loss_and_weight_gradients(*plain(functools.partial(mxjax.dot, policy=POLICY)))
 
 
-SLOW = [pytest.param(framework, marks=pytest.mark.slow) for framework in (plain, in_linen, in_haiku)]
-
-
-@pytest.mark.parametrize("framework", [in_nnx, in_equinox, *SLOW])
+@parametrize("framework", in_nnx, in_equinox, slow=[plain, in_linen, in_haiku])
 def test_a_model_is_what_is_written_by_hand(framework):
     apply, params, weights = framework()
     transformed = mxjax.transform(apply, POLICY)
