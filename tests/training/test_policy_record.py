@@ -145,11 +145,6 @@ def test_a_change_needs_an_effect_in_one_phase_only():
             parse_schedule("bf16; fp8 from 3", 4, [change])
 
 
-def test_set_may_be_given_several_times():
-    flags = ["--set", "wgrad.rhs.rounding=stochastic", "--set", "wgrad.*.scale_rule=floor"]
-    assert parse(flags).precision.set == (flags[1], flags[3])
-
-
 def test_a_configuration_takes_a_policy_itself():
     config = Config(policy=OWN, seed=5)
     assert from_json(json.loads(json.dumps(to_json(config)))) == config

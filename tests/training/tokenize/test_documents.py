@@ -30,7 +30,7 @@ LINES = [
     b'{"text": 3}\n',
     b'{"text": "\\ud83d"}\n',
     b'{"text": "\xff"}\n',
-    line("zwei € 😀"),
+    line("zwei € 😀").rstrip(),  # the last line may lack a newline
 ]
 
 
@@ -67,11 +67,6 @@ def test_json_lines(tmp_path, name):
         (7, "malformed text"),
         (8, "malformed line"),
     ]
-
-
-def test_a_last_line_without_a_newline_is_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(line("one") + line("two").rstrip())
-    assert found(tmp_path / "a.jsonl") == [(1, "one"), (2, "two")]
 
 
 def test_another_field(tmp_path):
