@@ -149,7 +149,6 @@ def test_transformers_loads_exports_and_agrees(tmp_path, config, dtype):
         theirs = model.float()(torch.from_numpy(tokens)).logits.numpy()
     import_checkpoint(tmp_path / "out", tmp_path / "again")
     ours = logits_of(*params_of(tmp_path / "again"), tokens)
-    print("largest logit", np.max(np.abs(theirs)), "largest difference", np.max(np.abs(ours - theirs)))
     assert np.max(np.abs(ours - theirs)) < 1e-4
     # What transformers saves comes back byte for byte.
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "theirs")

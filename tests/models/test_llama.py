@@ -138,21 +138,21 @@ def test_operands_are_quantized_once(params):
 
 
 @parametrize("policy", slow=["wgrad_hadamard"], exhaustive=["bf16"])
-def test_losses_in_pieces_are_those_of_the_logits(params, policy, monkeypatch):
-    policies = layer_policies(SMALL, policy)
+def test_losses_in_pieces_are_those_of_the_logits(policy, monkeypatch):
+    params, policies = decoder.init(ONE_BLOCK, jax.random.key(0)), layer_policies(ONE_BLOCK, policy)
     batch = jax.random.randint(jax.random.key(1), (2, 25), 0, SMALL.vocab_size)
 
     def loss(p):
-        found = decoder.losses(SMALL, p, batch, policies=policies)
+        found = decoder.losses(ONE_BLOCK, p, batch, policies=policies)
         return found.mean(), found
 
     def by_logits(p):
-        logits = decoder.apply(SMALL, p, batch[:, :-1], policies=policies)
+        logits = decoder.apply(ONE_BLOCK, p, batch[:, :-1], policies=policies)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], -1)[..., 0]
         return -chosen.mean(), -chosen
 
     def mean_loss(p):
-        return decoder.mean_loss(SMALL, p, batch, policies=policies)
+        return decoder.mean_loss(ONE_BLOCK, p, batch, policies=policies)
 
     (_, expected), expected_grads = jax.value_and_grad(by_logits, has_aux=True)(params)
     for tokens in (1000, 20, 16):  # whole, and in pieces with and without a remainder
