@@ -150,7 +150,7 @@ def test_a_finite_state_stays_finite_where_that_is_said(config):
     )
     optimizer = make_optimizer(config, model)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for _ in range(300):
+    for _ in range(100):
         largest = rng.choice([-37, 0, 17.5])
         sizes = jax.tree.map(lambda p: 10.0 ** rng.uniform(-38, largest, p.shape), params)  # noqa: B023
         grads = jax.tree.map(lambda s: jnp.float32(s * rng.choice([-1, 0, 1], s.shape)), sizes)

@@ -78,10 +78,7 @@ def test_another_field(tmp_path):
 def test_a_list_of_documents_is_told_how_to_be_read(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
     [(_, kind, why)] = found(tmp_path / "a.json")
-    assert (kind, why.partition("; ")[2]) == (
-        "malformed line",
-        "a list is no document, write each on a line",
-    )
+    assert (kind, why.partition("; ")[2]) == ("malformed line", "a list is no document, write each on a line")
 
 
 @pytest.mark.parametrize(("suffix", "name"), [("gz", "gzip"), ("zst", "zstd")])
