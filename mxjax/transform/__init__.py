@@ -56,9 +56,9 @@ def transform(
     used. A rule of `transform` that leaves its weights alone keeps it.
 
     Left alone, with the reason in the report: products of two activations, such as attention's, or of two
-    weights, outer products, convolutions, operands in other dtypes, and products inside primitives that
-    `transform` does not look into, such as `pallas_call`. Everything else is computed as before, with its
-    custom derivatives and kernels.
+    weights, outer products, convolutions, operands in other dtypes, also float64, which `dot` would round to
+    float32, and products inside primitives that `transform` does not look into, such as `pallas_call`.
+    Everything else is computed as before, with its custom derivatives and kernels.
 
     Args:
       f: a function of arrays and pytrees of them that computes no gradients itself; usually the loss. A

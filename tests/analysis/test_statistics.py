@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from analysis import statistics as token_ratios
-from analysis.statistics import detectable, has_diverged, holm, jackknife, t_interval
+from analysis.statistics import detectable, holm, jackknife, t_interval
 from tests.support.study_runs import power_law
 
 
@@ -26,13 +26,6 @@ def test_a_detectable_difference_is_found_as_often_as_said():
     shifted = noise + detectable(float(unit.std(ddof=1)), 6)
     found = stats.ttest_1samp(shifted, 0, axis=1).pvalue < 0.05
     assert abs(found.mean() - 0.8) < 0.03
-
-
-@pytest.mark.parametrize(
-    ("final", "diverged"), [(3.0, False), (3.6, True), (math.nan, True), (math.inf, True)]
-)
-def test_divergence(final, diverged):
-    assert has_diverged(final, [(1, 3.2), (2, 3.0), (3, final)]) == diverged
 
 
 @pytest.mark.parametrize(("effect", "n"), [(0.2, 199), (0.5, 34), (0.8, 15)])
@@ -106,23 +99,6 @@ def test_the_overhead_is_that_of_a_stretched_curve():
     assert math.isnan(bound.log_ratio.low)
 
 
-def test_a_loss_is_reached_later_by_a_stretched_curve():
-    def curve(stretch):
-        return [(n, power_law(n / stretch)) for n in np.linspace(1, 100, 400)]
-
-    base = {s: curve(1) for s in range(3)}
-    found = token_ratios.log_ratios_to(power_law(50), {0: curve(1.2), 1: curve(3), 7: curve(1)}, base)
-    assert found.keys() == {0, 1}
-    np.testing.assert_allclose(math.exp(found[0].value), 1.2, rtol=1e-3)
-    np.testing.assert_allclose(math.exp(found[1].value), 2.0, rtol=1e-3)  # ends at 100, which bounds it
-    assert (found[0].is_low, found[1].is_low, found[1].is_high) == (False, True, False)
-    [neither] = token_ratios.log_ratios_to(2.0, {0: curve(1)}, base).values()
-    assert neither == token_ratios.LogRatio(0.0, is_low=True, is_high=True)
-    nothing = token_ratios.over_seeds([neither])
-    assert math.isnan(nothing.log_ratio.mean)
-    assert nothing.not_reached == 1
-
-
 def test_few_evaluations_give_no_overhead():
     short = {0: [(10, 4.0), (20, 3.0)], 1: [(10, 4.0), (20, 3.5), (30, 3.0)]}
     assert token_ratios.log_ratios(short, short) == {}
@@ -147,4 +123,6 @@ def test_a_loss_below_the_first_evaluation_is_a_bound_and_a_diverged_run_counts(
     assert (found[0].is_low, found[0].is_high) == (True, True)
     np.testing.assert_allclose(math.exp(found[1].value), 100 / 10)
     assert found[1].is_low
+    neither = token_ratios.over_seeds([found[0]])
+    assert (math.isnan(neither.log_ratio.mean), neither.not_reached) == (True, 1)
     assert token_ratios.log_ratios_to(3.0, base, {0: [], 1: base[1]}).keys() == {1}

@@ -1,26 +1,18 @@
 """Tokens in `eval.py compare`: curves that are stretched need the stretch's factor of tokens."""
 
-import json
 import math
 
 import numpy as np
 from scipy import stats
+from support.runs import make_run as make_run_by_flags
 
 from analysis.compare.compare import CompareConfig, compare
 from tests.support.study_runs import power_law
-from training.command_line import parse
-from training.run.record import to_json
 
 
-def make_run(folder, evaluations, policy, steps, seed, more=()):
-    """Writes a run with losses by step; steps have 32 x 64 tokens."""
-    folder.mkdir(parents=True)
-    flags = ["--batch-size", "32", "--seq-len", "64", "--policy", policy, "--steps", str(steps)]
-    config = parse([*flags, "--seed", str(seed), "--warmup-steps", "1", *more])
-    (folder / "config.json").write_text(json.dumps({"config": to_json(config)}))
-    lines = [{"step": step, "eval_loss": loss} for step, loss in evaluations.items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+def make_run(folder, evaluations, policy, steps, seed):
+    flags = ["--policy", policy, "--steps", str(steps), "--seed", str(seed), "--warmup-steps", "1"]
+    return make_run_by_flags(folder, evaluations, flags, train={})
 
 
 def make_seeds(tmp_path, policy, stretches, steps=100, every=2):

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from support.marks import parametrize
 
 from benchmarks.kernels import attention, context, dot, quantize, ragged
 from mxjax.kernels.selftest import tune_gemm
@@ -124,14 +125,8 @@ def test_dot_starts_no_line_after_its_seconds(report):
     assert late == ["jnp.dot, bfloat16", "wgrad, xla", "wgrad, fp8_carriers"]
 
 
-@pytest.mark.parametrize(
-    "implementations",
-    [
-        pytest.param(["xla"], marks=pytest.mark.slow),
-        pytest.param(["xla", "fp8_carriers"], marks=pytest.mark.exhaustive),  # a minute in the interpreter
-    ],
-    ids=" ".join,
-)
+# The second takes a minute in the interpreter.
+@parametrize("implementations", slow=[["xla"]], exhaustive=[["xla", "fp8_carriers"]], ids=" ".join)
 def test_ragged_reports_every_case_with_its_time_or_why_there_is_none(implementations, report):
     sizes = ["--rows", "256", "--widths", "32", "64", "--sizes", "skewed", "--policies", "wgrad"]
     lines, found = report(ragged, *sizes, "--rounds", "1", "--implementations", *implementations)

@@ -5,10 +5,8 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from gfx950 import arithmetic, assembly, machine, transfers, vector
+from gfx950 import arithmetic, machine
 from gfx950.memory import BASE, Memory
-from gfx950.races import Accesses
-from gfx950.wave import Wave
 
 LANES = 64
 LATE = ("vmcnt", "lgkmcnt")
@@ -135,25 +133,6 @@ def test_unknown_instructions_and_modifiers_stop_the_run():
             run(PROGRAM.replace("v_xor_b32_e32 v3, 0x100, v1", line))
 
 
-def test_parts_of_words():
-    words = np.array([0x12345678], np.uint32)
-    parts = ("DWORD", "WORD_1", "BYTE_1", "BYTE_3")
-    assert [vector.part_of(words, p).item() for p in parts] == [0x12345678, 0x1234, 0x56, 0x12]
-    assert [vector.placed_at(words, p).item() for p in parts] == [0x12345678, 0x56780000, 0x7800, 0x78000000]
-
-
-def test_operands():
-    read = assembly.instruction("v_maximum3_f32 v[2:3], -|v7|, s[4:5], 0x80 op_sel:[0,1]")
-    to, a, b, c = read.operands
-    assert (to.kind, to.index, to.words) == ("v", 2, 2)
-    assert (a.index, a.negative, a.absolute) == (7, True, True)
-    assert (b.kind, b.index) == ("s", 4)
-    assert (c.kind, c.value) == ("constant", 128)
-    assert read.modifiers == {"op_sel": [0, 1]}
-    assert assembly.operand("-1").value == 2**64 - 1
-    assert assembly.operand("-0.5").value == np.float32(-0.5).view(np.uint32)
-
-
 @pytest.mark.parametrize("exponent", [-126, -3, 0, 5, 100])
 def test_conversion_to_e2m1_is_that_of_ml_dtypes(exponent):
     x = np.concatenate([np.arange(-70, 70) / 8, [np.inf, -np.inf, -0.0]]).astype(np.float32)
@@ -174,48 +153,6 @@ def test_fused_multiply_add_rounds_once():
         around = [np.nextafter(got, np.float32(side)) for side in (-np.inf, np.inf)]
         distance = abs(Fraction(float(got)) - exact)
         assert all(distance <= abs(Fraction(float(other)) - exact) for other in around)
-
-
-def registers(w, first, halves):
-    """Writes bfloat16[64, n] to the registers from `first` on."""
-    values = np.ascontiguousarray(halves.astype(ml_dtypes.bfloat16)).view(np.uint32)
-    w.v[first : first + values.shape[1]] = values.T
-
-
-def test_bfloat16_matrices_multiply():
-    """One product of two elements comes where the ISA's section on matrix layouts has it."""
-    w = Wave(0, None, None, None, ())
-    a, b = np.zeros((LANES, 8)), np.zeros((LANES, 8))
-    a[32 + 5, 3] = 2  # row 5, element 8 + 3 of the sum
-    b[32 + 17, 3] = 3  # column 17
-    registers(w, 0, a)
-    registers(w, 4, b)
-    w.v[16:32] = np.float32(1).view(np.uint32)
-    vector.run(w, assembly.instruction("v_mfma_f32_32x32x16_bf16 v[16:31], v[0:3], v[4:7], v[16:31]"))
-    found = w.v[16:32].view(np.float32)
-    register, lane = 1, 32 + 17  # row 8 * 0 + 4 * 1 + 1
-    assert found[register, lane] == 7
-    assert (found != 1).sum() == 1
-
-
-def test_a_transposing_read_gives_columns_of_four_rows():
-    lds = Memory(0, 512, allocated=True)
-    lds.bytes[:] = np.arange(256, dtype=np.uint16).view(np.uint8)  # four matrices of 4 x 16
-    w = Wave(0, None, lds, Accesses(1, 512), ())
-    w.v[0] = 8 * np.arange(LANES)
-    transfers.run(w, assembly.instruction("ds_read_b64_tr_b16 v[2:3], v0"))
-    found = np.ascontiguousarray(w.v[2:4].T).view(np.uint16)
-    np.testing.assert_array_equal(found.reshape(4, 16, 4), np.arange(256).reshape(4, 4, 16).swapaxes(1, 2))
-
-
-def test_bytes_and_fields():
-    a, b = np.full(LANES, 0x33221100, np.uint32), np.full(LANES, 0x77665544, np.uint32)
-    assert arithmetic.bytes_of(b, a, np.full(LANES, 0x07000C05, np.uint32))[0] == 0x77000055
-    one = np.uint32(1)
-    assert arithmetic.signed_field(a, one * 20, one * 2)[0] == 2**32 - 2
-    assert arithmetic.reverse_bits(np.full(LANES, 0b1101, np.uint32))[0] == 0b1011 << 28
-    table = arithmetic.truth_table(0xE8)  # the majority
-    assert table(a, b, a & b)[0] == a[0] & b[0]
 
 
 def test_maximum_follows_the_document():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from support.marks import parametrize
 
 from mxjax.kernels.selftest import kernels
 from mxjax.kernels.selftest.cases import Settings
@@ -51,10 +52,7 @@ def install(folder, *requirements):
     return python
 
 
-@pytest.mark.parametrize(
-    ("jax", "triton"),
-    [pytest.param(*OLDEST, marks=pytest.mark.slow), pytest.param(*NEWEST, marks=pytest.mark.exhaustive)],
-)
+@parametrize(("jax", "triton"), slow=[OLDEST], exhaustive=[NEWEST])
 def test_kernels_lower_and_give_the_defined_bits(jax, triton, tmp_path):
     """Lowers a dot and its gradients for gfx950 and sm_90, and runs kernels in the interpreter."""
     numpy = importlib.metadata.version("numpy")

@@ -46,38 +46,42 @@ def test_greedy_tokens_equal_transformers(name):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [None, Documents(7), Documents(7, restart_positions=True)])
-def test_a_cache_changes_no_logits(documents):
-    """In float32 up to the order of sums; MXFP4's blocks lie along d_in, so each token is quantized alone."""
-    rules = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]
-    options = Options(layer_policies(SMALL, "wgrad", rules), "xla", jnp.float32, documents)
-    params = decoder.init(dataclasses.replace(SMALL, init_std=0.2), KEY)
-    tokens = jax.random.randint(KEY, (2, 9), 0, SMALL.vocab_size).at[0, 2:6:3].set(7).at[1, 4].set(7)
+WINDOWS = dataclasses.replace(SMALL, n_layers=3, windows=(4, 4, 0), sinks=True)
+EXACT = [("*", "fp32")]
+QUANTIZED = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("head", "fp32")]
+
+
+@parametrize(
+    ("config", "rules", "documents"),
+    (WINDOWS, EXACT, None),
+    slow=[
+        (WINDOWS, EXACT, Documents(7)),
+        (SMALL, QUANTIZED, None),
+        (SMALL, QUANTIZED, Documents(7)),
+        (SMALL, QUANTIZED, Documents(7, restart_positions=True)),
+    ],
+)
+def test_a_cache_changes_no_logits(config, rules, documents):
+    """Up to the order of sums, after prompts and later chunks, also beyond a window.
+
+    MXFP4's blocks lie along d_in, so each token is quantized alone.
+    """
+    options = Options(layer_policies(config, "wgrad", rules), "xla", jnp.float32, documents)
+    params = decoder.init(dataclasses.replace(config, init_std=0.2), KEY)
+    tokens = jax.random.randint(KEY, (2, 17), 0, config.vocab_size).at[0, 2:14:5].set(7).at[1, 4].set(7)
     more = {"policies": options.policies, "implementation": "xla", "dtype": jnp.float32}
     more["documents"] = documents
-    expected = jax.jit(functools.partial(decoder.apply, SMALL, **more))(params, tokens)
-    cache, bounds = empty_cache(SMALL, 2, 12, jnp.float32), [0, 5, 6, 7, 8, 9]
-    for start, stop in itertools.pairwise(bounds):
-        logits, cache = read(SMALL, options, params, tokens[:, start:stop], cache, start)
-        np.testing.assert_allclose(logits, expected[:, stop - 1], rtol=1e-4, atol=1e-4)
-
-
-@parametrize("documents", None, slow=[Documents(7)])
-def test_blocks_with_a_window_keep_a_window_s_worth(documents):
-    """The logits are those of the whole prefix, after prompts and later chunks beyond the window."""
-    config = dataclasses.replace(SMALL, n_layers=3, windows=(4, 4, 0), sinks=True, init_std=0.2)
-    options = exact(config)._replace(documents=documents)
-    params = decoder.init(config, KEY)
-    tokens = jax.random.randint(KEY, (2, 17), 0, SMALL.vocab_size).at[0, 2:14:5].set(7)
-    more = {"policies": options.policies, "dtype": jnp.float32, "documents": documents}
     expected = jax.jit(functools.partial(decoder.apply, config, **more))(params, tokens)
     cache = empty_cache(config, 2, 20, jnp.float32)
-    assert [k.shape[:3] for k, _ in cache.blocks] == [(2, 2, 4), (1, 2, 20)]
-    assert cache_bytes(config, 20) == 4 * (4 + 4 + 20) * 2 * 16
     for start, stop in itertools.pairwise([0, 6, 7, 8, 9, 10, 11, 17]):
         logits, cache = read(config, options, params, tokens[:, start:stop], cache, start)
         np.testing.assert_allclose(logits, expected[:, stop - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_with_a_window_keep_a_window_s_worth():
+    cache = empty_cache(WINDOWS, 2, 20, jnp.float32)
+    assert [k.shape[:3] for k, _ in cache.blocks] == [(2, 2, 4), (1, 2, 20)]
+    assert cache_bytes(WINDOWS, 20) == 4 * (4 + 4 + 20) * 2 * 16
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

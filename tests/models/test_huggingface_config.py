@@ -161,10 +161,6 @@ def test_a_value_that_cannot_be_is_named(change):
     assert len(str(caught.value)) < 200
 
 
-def test_rope_values_as_transformers_writes_them_are_taken():
-    assert read_config(golden_raw("llama3") | {"rope_parameters": LLAMA3}).rope_scaling is not None
-
-
 @pytest.mark.parametrize(
     "change",
     [

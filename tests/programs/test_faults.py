@@ -229,13 +229,6 @@ def test_processes_agree_where_to_end(together):
     assert first[0].isdigit()
 
 
-@pytest.mark.exhaustive
-def test_processes_agree_where_sigint_ends_them():
-    first, second = two_processes(COUNT, signal.SIGINT)
-    assert first == second
-    assert first[0].isdigit()
-
-
 @pytest.mark.slow
 def test_processes_save_together_and_set_aside_what_is_damaged(together):
     tmp_path, lines = together

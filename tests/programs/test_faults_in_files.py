@@ -289,20 +289,3 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path, program):
     process.send_signal(signal.SIGINT)
     assert process.communicate() == ("", f"{program}: interrupted\n")
     assert process.returncode == 128 + signal.SIGINT
-
-
-@pytest.mark.slow
-def test_a_file_system_that_cannot_be_written_is_named(run, tmp_path):
-    """A read-only bind mount, where this user may make one."""
-    target = tmp_path / "mounted"
-    target.mkdir()
-    script = f"mount --bind {run.parent} {target} && mount -o remount,bind,ro {target} && exec "
-    script += f"{sys.executable} train.py --resume --out {target}/run"
-    probe = ["unshare", "--mount", "--map-root-user", "true"]
-    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode != 0:
-        pytest.skip("no mount namespaces for this user")
-    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1
-    said = "run/lock: Read-only file system\n"
-    assert ended.stderr.endswith(said)

@@ -188,12 +188,13 @@ def test_boxes_in_other_encodings_and_colors_are_one_line():
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("raise BaseException('no')", "own.py raises BaseException: no"),
+        ("raise BaseException('no')", "own.py raises BaseException: no; all of it is run"),
         ("raise KeyboardInterrupt", "own.py raises KeyboardInterrupt: "),
         ("raise SystemExit(0)", "own.py raises SystemExit: 0"),
         ("class E(Exception):\n    def __str__(self): raise OSError\nraise E", "own.py raises E: "),
         ("import runpy\nrunpy.run_path(__file__)", "own.py raises RecursionError: maximum recursion"),
         ("policy = 3", "own.py has no mxjax.Policy called policy, policy is of type int; it has none"),
+        ("late = 'fp8'\nnote = 'fp9'", "own.py has no mxjax.Policy called policy; it has late"),
         ("def policy(): pass", "of type function (give a name to what it returns: own = policy())"),
         ("policy: = 3", "own.py raises SyntaxError: invalid syntax"),
     ],

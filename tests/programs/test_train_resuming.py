@@ -115,29 +115,10 @@ def test_eval_takes_batches_of_another_size(finished):
         evaluation_program.read_sets(EvalConfig(finished, batches=3, batch_size=0), restored)
 
 
-def test_a_folder_in_use_is_not_overwritten(text, finished):
-    before = (finished / "metrics.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match="add --resume"):
-        run(text, finished)
-    assert (finished / "metrics.jsonl").read_bytes() == before
-
-
 def test_resuming_may_observe_more():
     assert by_flag(Config()).keys() >= _MAY_CHANGE
     observed = parse(["--tensorboard", "--stats-every", "1", "--profile", "3:4"])
     check_resumable(observed, Config(), pathlib.Path("run"))
-
-
-def test_resuming_with_other_data_is_an_error(text, finished, tmp_path):
-    edited = tmp_path / "text.txt"
-    edited.write_text("other text " * 1000)
-    description = json.loads((finished / "config.json").read_text())
-    description["config"]["data"]["data"] = [str(edited)]
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "config.json").write_text(json.dumps(description))
-    with pytest.raises(SystemExit, match="the data is"):
-        run(edited, copy, "--policy", "full_sr", "--resume")
 
 
 @pytest.mark.slow

@@ -173,6 +173,12 @@ def assert_near(actual, expected, atol, rtol=0.0):
         np.testing.assert_allclose(a, e, rtol=rtol, atol=atol * np.max(np.abs(e)))
 
 
+def assert_close(actual, expected, bound):
+    """Checks that arrays differ, in their norms, by no more than `bound` times what is expected."""
+    for a, e in zip(actual, expected, strict=True):
+        assert np.linalg.norm(float64(a) - float64(e)) <= bound * np.linalg.norm(float64(e))
+
+
 def lowered(policy: str, dtype, key=None) -> str:
     """Returns the program of y, dx and dw by `xla`, as it is before XLA compiles it."""
     x, w, dy = inputs(dtype=dtype)

@@ -26,8 +26,7 @@ LAYOUTS = {
     "sequence, d_in of w": ((1, 2), (P("d", "t"), P("t", None), P("d", "t", None))),
     "d_in of x, d_out": ((1, 2), (P("d", None, "t"), P(None, ("d", "t")), P("d", None, "t"))),
 }
-"""Sizes of a mesh (d, t), and how x, w and y are sharded on it, as in
-tests/mxjax/products/test_sharding.py."""
+"""Sizes of a mesh (d, t) of two devices, and how x, w and y are sharded on it."""
 
 
 def draw(batch, tokens, d_in, d_out):

@@ -80,11 +80,10 @@ class Emulation:
 
     Args:
         cache: The folder of Triton's cache, where the assembly lies beside each code object.
-        options: Options of `machine.run`.
     """
 
-    def __init__(self, cache: pathlib.Path, **options):
-        self.cache, self.options = cache, options
+    def __init__(self, cache: pathlib.Path):
+        self.cache = cache
         self.calls: list[Call] = []
         self.errors: list[BaseException] = []
         self.handler = HANDLER(self._handle)
@@ -127,7 +126,7 @@ class Emulation:
         )
         assert call.arrays == len(inputs) + len(results)
         self.calls.append(call)
-        emulate(call, self.assembly(call.image), inputs, results, **self.options)
+        emulate(call, self.assembly(call.image), inputs, results)
 
     def assembly(self, image: bytes) -> str:
         """Returns the assembly of a code object."""
@@ -149,7 +148,7 @@ def host_array(buffer) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * size).from_address(buffer.data), np.uint8)
 
 
-def emulate(call: Call, text: str, inputs: list[np.ndarray], results: list[np.ndarray], **options) -> None:
+def emulate(call: Call, text: str, inputs: list[np.ndarray], results: list[np.ndarray]) -> None:
     """Launches a kernel on copies of the arrays, in memory where nothing else may be touched."""
     arrays = [*inputs, *results]
     memory = Memory(BASE, sum(a.size + 2 * GUARD for a in arrays) + 4 * GUARD)
@@ -166,7 +165,7 @@ def emulate(call: Call, text: str, inputs: list[np.ndarray], results: list[np.nd
         "shared_bytes": call.shared_bytes,
         "descriptor": amd_descriptor(text),
     }
-    machine.run(about, text, memory, kernarg, **options)
+    machine.run(about, text, memory, kernarg)
     for a in results:
         a[:] = memory.at(placed[a.ctypes.data], a.size)
 

@@ -16,12 +16,24 @@ import pytest
 import train as training_program
 from training.command_line import parse
 from training.run.checkpoints import Checkpoints
+from training.run.record import to_json
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Random bits in every GEMM of a layer of each block; what has none compiles faster.
 LAYERS = ("head=bf16", "*.attention.*=bf16", "*.gate_up=bf16")
 STOCHASTIC = ("--policy", "full_sr", "--layers", *LAYERS)
 SMALL = ["--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--warmup-steps", "2", "--steps", "6"]
+
+
+def make_run(folder, losses, flags=(), train=None):
+    """Writes the description and the losses by step, of 32 x 64 tokens, of a run that nobody trained."""
+    folder.mkdir(parents=True)
+    config = parse(["--batch-size", "32", "--seq-len", "64", *flags])
+    (folder / "config.json").write_text(json.dumps({"config": to_json(config)}))
+    records = [{"step": s, "loss": loss} for s, loss in ({1: 9.0} if train is None else train).items()]
+    records += [{"step": s, "eval_loss": loss} for s, loss in losses.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
 
 
 def run(text, out, *flags):

@@ -11,7 +11,6 @@ MX_ELEMENTS = {"mxfp4": "e2m1", "mxfp4_e3m0": "e3m0", "mxfp4_e1m2": "e1m2", "mxf
 MX_ELEMENTS |= {"mxfp6_e3m2": "e3m2", "mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 ELEMENTS = (formats.E2M1, formats.E4M3, formats.E5M2, formats.E2M3, formats.E3M2, formats.E3M0, formats.E1M2)
 each_element = pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
-each_mx_format = pytest.mark.parametrize("name", MX_ELEMENTS)
 E2M1 = oracles.ELEMENT_INFO["e2m1"]
 KEY = jax.random.key(0)
 

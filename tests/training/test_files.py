@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from support.runs import file_sizes
 
-from training.files import absolute_path, unused, whole_lines, write_atomically
+from training.files import absolute_path, unused, write_atomically
 from training.process.environment import input_errors
 from training.process.start import MissingExtraError, check_extra, require
 
@@ -73,13 +73,6 @@ def test_a_path_means_the_same_in_every_folder(tmp_path, monkeypatch):
     }
     with pytest.raises(ValueError, match=r"~nobody-here/a: there is no such user; write ./~nobody-here/a"):
         absolute_path("~nobody-here/a")
-
-
-def test_a_torn_last_line_is_dropped(tmp_path):
-    path = tmp_path / "lines"
-    assert whole_lines(path) == []
-    path.write_text("one\ntwo\nthr")
-    assert whole_lines(path) == [b"one", b"two"]
 
 
 def test_what_is_missing_names_its_extra():

@@ -118,15 +118,6 @@ def test_the_published_models_fit_large_meshes(name, text):
     check(get_config(name), "full_hadamard32", text, 64)
 
 
-def test_every_device_gets_as_many_sequences():
-    sizes = parse_mesh("data=2,fsdp=2,tensor=2", 8)
-    check_batch(sizes, 8, 2)
-    for batch_size, accumulate in ((6, 1), (4, 2)):
-        said = f"--batch-size {batch_size} must be a multiple of .* data x fsdp = 4"
-        with pytest.raises(ValueError, match=said):
-            check_batch(sizes, batch_size, accumulate)
-
-
 @pytest.mark.parametrize(
     ("sizes", "batch_size", "accumulate", "advice"),
     [
@@ -340,17 +331,6 @@ def test_two_processes_train_as_one_device_does_which_goes_on_and_exports(text, 
     with Reader(tmp_path / "exported") as reader:
         assert reader.specs["model.embed_tokens.weight"].shape == (257, 128)
         assert reader.specs["lm_head.weight"].shape == (257, 128)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2", "tensor=2"])
-def test_in_bfloat16_a_mesh_begins_as_one_device(text, tmp_path, mesh):
-    flags = [*SMALL, "--data", str(text), "--stop-after", "2", "--out"]
-    devices = "4" if "," in mesh else "2"
-    finish(runs.start("train.py", *flags, tmp_path / "mesh", "--mesh", mesh, JAX_NUM_CPU_DEVICES=devices))
-    training_program.train(parse([*flags, str(tmp_path / "one")]))
-    for (_, found), (_, expected) in zip(records(tmp_path / "mesh"), records(tmp_path / "one"), strict=True):
-        assert found == pytest.approx(expected, rel=FIRST)
 
 
 def test_states_of_two_seeds_are_made_by_one_program(monkeypatch):

@@ -25,7 +25,7 @@ from training.config import Config, PrecisionConfig
 from training.flags import policy_source
 from training.log.mlperf import TOKEN
 from training.log.report import idle_policies
-from training.phases import parse_schedule, phase_at, phases_of
+from training.phases import parse_schedule, phases_of
 
 SWITCHING = "wgrad_sr; fp8 from 4"
 
@@ -103,13 +103,6 @@ def test_a_policy_that_layers_leave_nothing_is_named():
         phases = phases_of(PrecisionConfig("wgrad; bf16 from 3", layers=layers), 6, layer_policies)
         said = idle_policies(phases)
         assert [line.split()[1] for line in said] == names, said
-
-
-def test_the_phase_of_a_step():
-    layer_policies = functools.partial(decoder.layer_policies, get_config("tiny"))
-    phases = phases_of(PrecisionConfig("wgrad; fp8 from 3; bf16 from 5"), 6, layer_policies)
-    found = [phase_at(phases, step).policy for step in range(7)]
-    assert found == ["wgrad", "wgrad", "wgrad", "fp8", "fp8", "bf16", "bf16"]
 
 
 @pytest.mark.slow

@@ -68,15 +68,6 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(params):
             np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
-def test_parts_of_a_batch_draw_different_bits(params):
-    batch = np.repeat(BATCH[:1], 2, axis=0)
-    _, metrics = one_step(mean_noisy, params, batch, accumulate=2)
-    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(2)]
-    expected = [noisy(params, batch[:1], key).mean() for key in keys]
-    assert abs(expected[0] - expected[1]) > 1e-3
-    np.testing.assert_allclose(metrics.loss, sum(expected) / 2, rtol=1e-6)
-
-
 def test_random_bits_depend_on_seed_and_step(params):
     def losses(seed):
         step, state, found = make_train_step(mean_noisy, optax.sgd(0.0)), None, []

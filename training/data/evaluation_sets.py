@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ def parse_eval_data(values: Sequence[str]) -> dict[str, str]:
     The name of one without is empty.
 
     Raises:
-      ValueError: several without names, a name given twice, or an empty path.
+      ValueError: several without names of letters, digits, `_`, `-` and `.`; a name given twice, or an empty
+        path.
     """
     found: dict[str, str] = {}
     for name, path in map(_split, values):
@@ -44,8 +46,8 @@ def parse_eval_data(values: Sequence[str]) -> dict[str, str]:
             raise ValueError("--data and --eval-data name files, folders or datasets, got an empty name")
         if name in found or (len(values) > 1 and not name):
             raise ValueError(
-                "--eval-data takes one PATH, or NAME=PATH for each of several, with different names; got "
-                f"{' '.join(values)}"
+                "--eval-data takes one PATH, or NAME=PATH for each of several, with different names of "
+                f"letters, digits, _, - and .; got {shlex.join(values)}"
             )
         found[name] = path
     return found

@@ -109,7 +109,9 @@ def _from_python(path: str, name: str) -> Policy:
     if isinstance(value, str):
         value = get_policy(value)
     if not isinstance(value, Policy):
-        there = [n for n, v in values.items() if isinstance(v, Policy)]
+        there = [
+            n for n, v in values.items() if isinstance(v, Policy) or (isinstance(v, str) and v in policies())
+        ]
         is_other = f", {name} is of type {type(value).__name__}" if name in values else ""
         is_other += f" (give a name to what it returns: own = {name}())" if callable(value) else ""
         raise ValueError(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dots import assert_close
 from support.gpu import HAS_GPU
 from support.marks import parametrize
 
@@ -42,14 +43,10 @@ def reference(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "shape",
-    [
-        (1, 40, 2, 1, 64),  # a masked tail, two heads of queries for one of keys
-        pytest.param((2, 75, 4, 2, 64), marks=pytest.mark.slow),
-        pytest.param((2, 64, 2, 2, 128), marks=pytest.mark.slow),
-        pytest.param((1, 1, 3, 1, 64), marks=pytest.mark.slow),
-    ],
+    (1, 40, 2, 1, 64),  # a masked tail, two heads of queries for one of keys
+    slow=[(2, 75, 4, 2, 64), (2, 64, 2, 2, 128), (1, 1, 3, 1, 64)],
 )
 def test_equals_float32_within_the_rounding_of_bfloat16(shape):
     arrays = draw(*shape)
@@ -102,8 +99,7 @@ def test_documents_windows_and_sinks_equal_masked_scores(documents, window, with
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(lambda *a: run(masked, *a))(*(x.astype(jnp.float32) for x in (q, k, v)))
     found = jax.jit(lambda *a: run(by_kernels, *a))(q, k, v)
-    for got, exact in zip(found, wanted, strict=True):
-        assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
+    assert_close(found, wanted, 2**-7)
 
 
 @parametrize("is_causal", False, slow=[True])
@@ -121,8 +117,7 @@ def test_a_part_of_the_keys_equals_xla(is_causal):
     found += partial.part_gradients_by_kernel(None, q, k, v, low, *statistics, is_causal)
     for got, exact in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(np.isinf(got), np.isinf(exact))
-        got, exact = (np.where(np.isinf(x), 0, x) for x in (got, exact))
-        assert np.linalg.norm(got - exact) <= 2**-7 * np.linalg.norm(exact)
+        assert_close(*([np.where(np.isinf(x), 0, x)] for x in (got, exact)), 2**-7)
 
 
 def test_gradients_across_documents_are_zero():
@@ -354,8 +349,7 @@ def test_aiter_computes_documents_if_the_mask_has_no_more(monkeypatch, with_aite
     with use_target(GFX950):
         attend = functools.partial(fused_attention, first_key=first_key)
         found = jax.jit(lambda *a: with_gradients(attend, *a))(*arrays, dy)
-    for got, exact in zip(found, wanted, strict=True):
-        assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 2**-7 * np.linalg.norm(exact)
+    assert_close(found, wanted, 2**-7)
     assert ran == (list(with_aiter) if case == "documents" else [])
 
 

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.marks import parametrize
 
+from mxjax.kernels.matmul.carry import carry_operand, carry_operands, rows_and_parts
 from mxjax.operands.carriers import carry
 from mxjax.operands.kernel_operand import KernelOperand, decode
+from mxjax.runtime.devices import current_target
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 by_definition = jax.jit(carry, static_argnums=1)  # operation by operation, each of 60 would be compiled
@@ -30,17 +32,12 @@ def random_operand(seed: int, n: int, blocks: int, span: int) -> KernelOperand:
 
 def by_kernel(elements, scales, carrier):
     """Returns what the kernel makes of operands [batch, n, _], the flags as [batch, n]."""
-    from mxjax.kernels.matmul.carry import carry_operand
-    from mxjax.runtime.devices import current_target
-
     carry_grouped = jax.jit(functools.partial(carry_operand, grouped=True), static_argnums=(2, 3))
     return with_flags_by_row(carry_grouped(elements, scales, carrier, current_target()), scales)
 
 
 def with_flags_by_row(carried, scales):
     """Returns an operand carried from scales [batch, n, blocks] as numpy arrays, its flags as [batch, n]."""
-    from mxjax.kernels.matmul.carry import rows_and_parts
-
     batch, n, blocks = scales.shape
     rows, parts = rows_and_parts(blocks)
     carried = jax.tree.map(np.asarray, carried)
@@ -85,14 +82,6 @@ def assert_same_elements(got, wanted):
 )
 def test_carries_what_the_definition_does(seed, n, blocks, span, carrier):
     q = random_operand(seed, n, blocks, span)
-    got = by_kernel(q.elements[None], q.scales[None], carrier)
-    assert_same(jax.tree.map(operator.itemgetter(0), got), q, carrier)
-
-
-@pytest.mark.parametrize("carrier", ["e4m3", "e5m2"])
-@pytest.mark.parametrize(("blocks", "span"), [(3, 30), (6, 30), (6, 80)])
-def test_scales_over_thirty_binades(carrier, blocks, span):
-    q = random_operand(1, 5, blocks, span)
     got = by_kernel(q.elements[None], q.scales[None], carrier)
     assert_same(jax.tree.map(operator.itemgetter(0), got), q, carrier)
 
@@ -162,9 +151,6 @@ def test_a_lost_row_may_be_the_first_or_the_last(blocks):
     exhaustive=[(257, ("e5m2", "e4m3"))],
 )
 def test_both_operands_of_a_product_are_carried_by_one_launch(blocks, carriers):
-    from mxjax.kernels.matmul.carry import carry_operands
-    from mxjax.runtime.devices import current_target
-
     rows = [[random_operand(seed + 2 * n, n, blocks, 40) for seed in range(2)] for n in (21, 40)]
     stacked = [jax.tree.map(lambda *t: jnp.stack(t), *pair) for pair in rows]
     grouped = carriers[0] == "e5m2"

@@ -3,7 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import parametrize
 
+from mxjax.kernels.matmul.carry import carry_operands, rows_and_parts
+from mxjax.kernels.matmul.fp8_matmul import correct
+from mxjax.kernels.matmul.lost_rows import sift
 from mxjax.operands.kernel_operand import KernelOperand, decode
 from mxjax.runtime.devices import current_target
 
@@ -26,15 +30,11 @@ def operands(blocks: int, below: int) -> tuple[KernelOperand, KernelOperand]:
 
 def carried(lhs: KernelOperand, rhs: KernelOperand):
     """Returns both operands in FP8."""
-    from mxjax.kernels.matmul.carry import carry_operands
-
     return carry_operands(lhs.packed, rhs.packed, ("e5m2", "e4m3"), current_target(), grouped=True)
 
 
 def corrected(y, lhs: KernelOperand, rhs: KernelOperand, in_fp8):
     """Returns what `correct` makes of y, and the factors [batch, m, n] of its elements."""
-    from mxjax.kernels.matmul.fp8_matmul import correct
-
     got, rows, columns = correct(y, (*lhs.packed, *rhs.packed), *in_fp8, current_target())
     return got, np.asarray(rows, np.float64)[:, :, None] * np.asarray(columns, np.float64)[:, None, :]
 
@@ -50,13 +50,10 @@ def exact_product(lhs: KernelOperand, rhs: KernelOperand):
     return values[0] @ values[1].swapaxes(1, 2)
 
 
-@pytest.mark.parametrize(  # a word has the flags of 32, 32 and 2 rows of so many blocks
+@parametrize(  # a word has the flags of 32, 32 and 2 rows of so many blocks
     ("blocks", "dtype", "below", "bits"),
-    [
-        (2, "bfloat16", 60, 8),
-        (6, "float32", 90, 24),
-        pytest.param(65, "bfloat16", 60, 8, marks=pytest.mark.exhaustive),
-    ],
+    *((2, "bfloat16", 60, 8), (6, "float32", 90, 24)),
+    exhaustive=[(65, "bfloat16", 60, 8)],
 )
 def test_rows_are_left_where_the_lost_part_is_below_rounding(blocks, dtype, below, bits):
     lhs, rhs = operands(blocks, below)
@@ -88,9 +85,6 @@ def test_a_row_with_an_element_of_little_but_the_lost_part_is_recomputed(dtype):
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 10), ("float16", 13), ("float32", 26)])
 @pytest.mark.parametrize(("times", "kept"), [(0.98, True), (1.02, False)])
 def test_an_element_may_lack_a_quarter_of_what_rounding_changes(dtype, bits, times, kept):
-    from mxjax.kernels.matmul.carry import rows_and_parts
-    from mxjax.kernels.matmul.lost_rows import sift
-
     left, right = carried(*operands(6, 40))
     largest = float(jnp.finfo(right.elements.dtype).max)
     y = jnp.full((1, ROWS, COLUMNS), 2.0**15, dtype)
@@ -103,9 +97,6 @@ def test_an_element_may_lack_a_quarter_of_what_rounding_changes(dtype, bits, tim
 
 def test_which_rows_are_kept_depends_on_the_dtype():
     """Parts lost at 2**-40 are below what bfloat16 shows, and above what float32 does."""
-    from mxjax.kernels.matmul.carry import rows_and_parts
-    from mxjax.kernels.matmul.lost_rows import sift
-
     left, right = carried(*operands(6, 40))
     y = jnp.full((1, ROWS, COLUMNS), 2.0**12)
     y = y.at[0, 4, 7].set(-(2.0**-20)).at[0, 6, 9].set(jnp.nan).at[0, 8, 1].set(-jnp.inf)

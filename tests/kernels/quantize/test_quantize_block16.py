@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.gpu import HAS_GPU
+from support.marks import parametrize
 from support.quantizer import draw_tensor
 
 import mxjax
@@ -93,9 +94,7 @@ ALIKE = {"to nearest, both", "weights", "four over six", "four over six, weights
 ALIKE.add("scales of runs")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in CASES]
-)
+@parametrize("case", *(case for case in CASES if case not in ALIKE), slow=sorted(ALIKE))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_orientations_have_the_definitions_bits(case, shape):
     x = draw_tensor(np.random.default_rng(0), shape, "wide", "bfloat16")
@@ -103,7 +102,7 @@ def test_both_orientations_have_the_definitions_bits(case, shape):
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("case", ["four over six, stochastic", pytest.param("ue5m3", marks=pytest.mark.slow)])
+@parametrize("case", "four over six, stochastic", slow=["ue5m3"])
 def test_hoppers_random_bits_in_the_interpreter(case):
     check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
 
@@ -157,10 +156,7 @@ def test_vmap_gives_each_tensor_its_scale_and_each_key_its_bits():
     assert got[1][0] != got[1][1]
 
 
-@pytest.mark.parametrize(
-    ("case", "n"),
-    [("four over six, stochastic", 32), pytest.param("eden, H128", 128, marks=pytest.mark.exhaustive)],
-)
+@parametrize(("case", "n"), ("four over six, stochastic", 32), exhaustive=[("eden, H128", 128)])
 def test_a_part_draws_the_bits_of_its_place_in_the_whole(case, n):
     whole = jax.random.normal(jax.random.key(0), (2, 2 * n, 2 * n))
     b, r, c = slice(1, 2), slice(n, 2 * n), slice(n, 2 * n)

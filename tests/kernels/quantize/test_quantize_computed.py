@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.dots import assert_close, assert_same
+from support.marks import parametrize
 from support.quantizer import with_operand
 from triton.runtime.interpreter import interpreter_builder
 
 import mxjax
 from mxjax.kernels.quantize import quantizer
 from mxjax.kernels.quantize.quantizer import quantize_computed
+from mxjax.numerics.delayed import Scales
 from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed, rms_norm, swiglu
 from mxjax.operands.kernel_operand import pack_by_definition
@@ -110,30 +113,30 @@ def test_gates_tiles_end_where_those_of_the_up_projection_begin(on_hopper, monke
         builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z), raising=True
     )
     got = quantize_computed(x, ROWS, COLUMNS[0])
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(wanted))
 
 
 def make_layer(kind, seen, policies=(H16, H16), implementation="fp8_carriers"):
-    """Returns a layer's loss and result by x, a norm's scale unless `kind` is "mlp", and weights.
+    """Returns a layer's loss and result by x, a norm's scale unless `kind` is "mlp", weights and scales.
 
     `seen` gets whether kernels compute the norm of a product, or the MLP's SwiGLU.
     """
 
     def loss(x, *arrays):
+        *arrays, scales = arrays if isinstance(arrays[-1], list) else (*arrays, [None] * 2)
         norm, weights = (None, arrays) if kind == "mlp" else (Norm(arrays[0], EPS), arrays[1:])
         if kind == "product":
-            options = {"policy": policies[0], "key": KEY, "layout": None}
+            options = {"policy": policies[0], "key": KEY, "layout": None, "scales": scales[0]}
             y = normed_dot(x, norm, *weights, implementation=implementation, **options)
         else:
-            options = {"policies": policies, "keys": [KEY] * 2, "layouts": [None] * 2}
+            options = {"policies": policies, "keys": [KEY] * 2, "layouts": [None] * 2, "scales": scales}
             y = fused_mlp(x, weights, norm=norm, implementation=implementation, **options)
         seen.append(y is not None)
         if y is None:
             y = x if norm is None else rms_norm(x, norm)
             options = {"implementation": implementation, "preferred_element_type": x.dtype, "key": KEY}
             for i, w in enumerate(weights):
-                y = mxjax.dot(swiglu(y) if i else y, w, policy=policies[i], **options)
+                y = mxjax.dot(swiglu(y) if i else y, w, policy=policies[i], scales=scales[i], **options)
         return jnp.sum(y.astype(jnp.float32) * jnp.sin(jnp.arange(y.size)).reshape(y.shape)), y
 
     return loss
@@ -150,33 +153,31 @@ def draw_layer(kind, tokens, d, width, spread=0):
     return jnp.asarray(x, jnp.bfloat16), *(jnp.asarray(t, jnp.float32) for t in (*scale, *weights))
 
 
-def assert_close(got, wanted, bound):
-    for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype
-        a, b = (np.asarray(t, np.float32) for t in (a, b))
-        assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
-
-
-@pytest.mark.parametrize(
+@parametrize(
     ("kind", "implementation", "policy"),
-    [
+    *(
         ("product", "fp8_carriers", "wgrad_rht"),
         ("mlp", "fp8_carriers", "wgrad_hadamard"),
-        *(
-            pytest.param(*case, "wgrad_hadamard", marks=pytest.mark.slow)
-            for case in (("mlp", "triton"), ("normed mlp", "fp8_carriers"))
-        ),
-        *(
-            pytest.param("normed mlp", "fp8_carriers", policy, marks=pytest.mark.slow)
-            for policy in ("wgrad_rht", "wgrad_sr")
-        ),
+        ("product", None, "fp8_delayed"),
+        ("normed mlp", None, "fp8_delayed"),
+    ),
+    slow=[
+        ("mlp", "triton", "wgrad_hadamard"),
+        ("normed mlp", "fp8_carriers", "wgrad_hadamard"),
+        ("normed mlp", "fp8_carriers", "wgrad_rht"),
+        ("normed mlp", "fp8_carriers", "wgrad_sr"),
     ],
 )
 def test_results_and_gradients_are_those_of_separate_steps(
     on_hopper, monkeypatch, kind, implementation, policy
 ):
     arrays = draw_layer(kind, (2, 40), 64, 96, spread=2)
-    policies = [mxjax.get_policy(name) for name in (policy, "wgrad" if kind == "mlp" else policy)]
+    policies, bound = (
+        [mxjax.get_policy(name) for name in (policy, "wgrad" if kind == "mlp" else policy)],
+        2e-3,
+    )
+    if policy == "fp8_delayed":  # whose gradients have the tensors' magnitudes too
+        arrays, bound = (*arrays, [Scales(*map(jnp.float32, (64.0, 256.0, 512.0)))] * 2), 8e-3
     results, seen = [], []
     for fuse in (True, False):
         if not fuse:
@@ -184,10 +185,10 @@ def test_results_and_gradients_are_those_of_separate_steps(
             monkeypatch.setattr(fused, "_fuses", lambda *_: False)
         layer = make_layer(kind, seen, policies, implementation)
         run = jax.jit(jax.value_and_grad(layer, tuple(range(len(arrays))), has_aux=True))
-        (_, y), gradients = run(*arrays)
-        results.append([y, *gradients])
+        results.append(jax.tree.leaves(run(*arrays))[1:])
     assert seen == [True, False]
-    assert_close(*results, 2e-3)
+    assert [a.dtype for a in results[0]] == [a.dtype for a in results[1]]
+    assert_close(*results, bound)
 
 
 @pytest.mark.slow

@@ -6,18 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import mxjax
 from mxjax.kernels.quantize.fp8_computed import quantize_fp8_computed
-from mxjax.numerics.delayed import Scales
 from mxjax.numerics.operand import Operand
-from mxjax.operands.computed import Gated, GatedGradient, Norm, Normed, normed, rms_norm, swiglu
+from mxjax.operands.computed import Gated, GatedGradient, Norm, Normed, normed
 from mxjax.operands.kernel_operand import fp8_by_definition
 from mxjax.operands.product import Product
 from mxjax.operands.use import OperandUse
-from mxjax.products import fused
-from mxjax.products.fused import fused_mlp, normed_dot
 
-POLICY = mxjax.get_policy("fp8_delayed")
 SCALES = jnp.array([16.0, 5.0], jnp.float32)
 
 
@@ -109,55 +104,3 @@ def test_what_is_not_in_bfloat16_is_refused(on_hopper):
     x = Gated(x.product._replace(raw=x.product.raw.astype(jnp.float32)))
     with pytest.raises(TypeError, match="needs tensors in bfloat16"):
         quantize_fp8_computed(x, *uses(SCALES))
-
-
-def layer(x, norm, weights, scales):
-    """A norm and a product, then a norm and a gated MLP, by kernels or else without."""
-    options = {"policy": POLICY, "key": None, "implementation": None, "layout": None}
-    y = normed_dot(x, norm, weights[0], scales=scales[0], **options)
-    if y is None:
-        y = mxjax.dot(
-            rms_norm(x, norm), weights[0], policy=POLICY, scales=scales[0], preferred_element_type=x.dtype
-        )
-    common = {"policies": [POLICY] * 2, "keys": [None] * 2, "layouts": [None] * 2, "implementation": None}
-    z = fused_mlp(y, weights[1:], norm=norm, scales=scales[1:], **common)
-    if z is None:
-        options = {"policy": POLICY, "preferred_element_type": x.dtype}
-        gate_up = mxjax.dot(rms_norm(y, norm), weights[1], scales=scales[1], **options)
-        z = mxjax.dot(swiglu(gate_up), weights[2], scales=scales[2], **options)
-    return z
-
-
-def test_layers_have_the_results_gradients_and_magnitudes_of_separate_steps(on_hopper, monkeypatch):
-    rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((2, 24, 64)), jnp.bfloat16)
-    norm = Norm(jnp.asarray(1 + 0.1 * rng.standard_normal(64), jnp.float32), 1e-5)
-    weights = [jnp.asarray(rng.standard_normal(s) / 8, jnp.float32) for s in ((64, 64), (64, 192), (96, 64))]
-    scales = [Scales(*map(jnp.float32, (64.0, 256.0, 512.0))) for _ in range(3)]
-    results, taken = [], []
-    kernel = fused.forward
-
-    def forward(options, x, *arguments, **keywords):
-        taken.append(type(x).__name__)
-        return kernel(options, x, *arguments, **keywords)
-
-    monkeypatch.setattr(fused, "forward", forward)
-    for fuse in (True, False):
-        if not fuse:
-            monkeypatch.setattr(fused, "_fuses", lambda *_: False)
-            monkeypatch.setattr(fused, "fuses_norm", lambda *_: False)
-
-        @jax.jit
-        def run(x, weights, scales, norm_scale):
-            def loss(x, weights, scales, norm_scale):
-                y = layer(x, Norm(norm_scale, norm.eps), weights, scales)
-                return jnp.sum(y.astype(jnp.float32) * jnp.sin(jnp.arange(y.size)).reshape(y.shape)), y
-
-            return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, weights, scales, norm_scale)
-
-        (_, y), gradients = run(x, weights, scales, norm.scale)
-        results.append(jax.tree.leaves((y, gradients)))
-    assert {"Normed", "Gated"} <= set(taken)
-    for a, b in zip(*results, strict=True):
-        a, b = (np.asarray(t, np.float32) for t in (a, b))
-        assert np.linalg.norm(a - b) <= 8e-3 * np.linalg.norm(b)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from support.marks import parametrize
 from support.quantizer import assert_as_defined, draw_tensor
 
 from mxjax.kernels.quantize import quantizer
@@ -57,9 +58,7 @@ def test_as_defined(rows, columns, kind):
     )
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 1, 8), *(pytest.param(s, marks=pytest.mark.slow) for s in ((128, 256), (3, 200, 48)))]
-)
+@parametrize("shape", (2, 1, 8), slow=[(128, 256), (3, 200, 48)])
 def test_shapes(shape):
     x = draw_tensor(np.random.default_rng(1), shape, "wide", "bfloat16")
     assert_as_defined(x, ROWS, H16)
@@ -183,9 +182,7 @@ def test_a_part_draws_the_bits_of_its_place():
         np.testing.assert_array_equal(scales[0], np.asarray(y.scales)[1:, rows, columns.start // 4 :])
 
 
-@pytest.mark.parametrize(
-    "pair", [(ROWS, H16), pytest.param((ROWS_DRAWN, DRAWN), marks=pytest.mark.slow)], ids=["nearest", "drawn"]
-)
+@parametrize("pair", (ROWS, H16), slow=[(ROWS_DRAWN, DRAWN)], ids=["nearest", "drawn"])
 def test_vmap(pair):
     """Of a tensor and a key, or of keys alone."""
     xs, keys = draw_tensor(np.random.default_rng(5), (2, 3, 48, 40), "normal", "bfloat16"), KEYS
@@ -213,10 +210,7 @@ def test_nothing_to_quantize(shape):
     ]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [pytest.param("sorted", marks=pytest.mark.slow), pytest.param("shuffled", marks=pytest.mark.exhaustive)],
-)
+@parametrize("order", slow=["sorted"], exhaustive=["shuffled"])
 def test_all_bit_patterns(order):
     """Sorted, each is among the largest of its blocks; shuffled, it is beside any other finite one."""
     patterns = np.arange(2**16, dtype=np.uint16)

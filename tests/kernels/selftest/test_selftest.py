@@ -8,6 +8,7 @@ import textwrap
 import time
 
 import pytest
+from support.marks import parametrize
 from support.programs import run_compiled
 
 from mxjax.kernels.selftest import training
@@ -135,14 +136,7 @@ def selftest(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        pytest.param(("kernels", "gemms"), marks=pytest.mark.slow),  # seconds in Triton's interpreter
-        pytest.param(tuple(GROUPS), marks=pytest.mark.exhaustive),
-    ],
-    ids=["some", "all"],
-)
+@parametrize("groups", slow=[("kernels", "gemms")], exhaustive=[tuple(GROUPS)], ids=["some", "all"])
 def test_on_the_cpu_groups_pass_once_and_write_a_table(tmp_path, groups):
     """In their smallest form; a second start runs nothing again."""
     options = [] if len(groups) == len(GROUPS) else ["--groups", *groups]

@@ -3,9 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from jax import lax
 from support import oracles
-from support.tensors import assert_parts, assert_same, elements, gaussian, scale_bytes, wide_range
+from support.tensors import assert_parts, elements, gaussian, scale_bytes, wide_range
 
 import mxjax
 
@@ -45,14 +44,6 @@ def test_vmap_quantizes_each_and_dequantizes_the_stack(axis):
     assert q.axis == each[0].axis
     assert_parts(q, *(np.stack([f(e) for e in each]) for f in (scale_bytes, elements)))
     np.testing.assert_array_equal(mxjax.dequantize(q), [mxjax.dequantize(e) for e in each])
-
-
-def test_scan_stacks_and_slices_quantized_tensors():
-    x = wide_range(3, 64, 40)
-    _, q = lax.scan(lambda _, v: (None, mxjax.quantize(v, axis=0)), None, x)
-    assert_same(q, mxjax.quantize(x, axis=1))
-    _, values = lax.scan(lambda _, e: (None, mxjax.dequantize(e)), None, q)
-    np.testing.assert_array_equal(values, mxjax.dequantize(q))
 
 
 def test_axis_counts_from_the_end():

@@ -10,16 +10,13 @@ import scipy.fft
 import scipy.linalg
 from support import oracles
 from support.dots import assert_near, with_gradients
+from support.tensors import gaussian
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
 from mxjax.numerics.hadamard import SIZES, fixed_signs
 from mxjax.numerics.rotations import rotation_matrix
 from mxjax.products.draws import uses_of
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def random_signs(size):

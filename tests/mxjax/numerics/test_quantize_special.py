@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import oracles, tensors
+from support.marks import parametrize
 from support.tensors import E2M1, KEY, assert_parts, elements, gaussian, scale_bytes, subnormal_range
 
 import mxjax
@@ -122,11 +123,7 @@ def _operands():
 _FEW = [mxjax.Operand(scale_rule="quest"), mxjax.Operand("fp4_e1m2"), mxjax.Operand("fp4_vector")]
 
 
-@pytest.mark.parametrize(
-    "operand",
-    [pytest.param(o, marks=() if o in _FEW else pytest.mark.exhaustive) for o in _operands()],
-    ids=str,
-)
+@parametrize("operand", *_FEW, exhaustive=[o for o in _operands() if o not in _FEW], ids=str)
 def test_finite_numbers_never_become_nan(operand):
     x = _extremes()
     for part in (x, x[10:15], x[-10:]):

@@ -6,43 +6,16 @@ import jax
 import numpy as np
 import pytest
 from support import oracles
-from support.tensors import E2M1, KEY, assert_parts, assert_same, elements, gaussian, scale_bytes, wide_range
+from support.tensors import E2M1, KEY, assert_parts, assert_same, elements, gaussian, wide_range
 
 import mxjax
 
 stochastic = functools.partial(mxjax.quantize, rounding="stochastic")
 
 
-def test_same_key_gives_same_bits_and_another_key_others():
-    x = gaussian(8, 64)
-    q = stochastic(x, key=KEY)
-    assert_same(stochastic(x, key=jax.random.key(0)), q)
-    assert np.mean(elements(stochastic(x, key=jax.random.key(1))) != elements(q)) > 0.1
-
-
 def test_nearest_rounding_ignores_the_key():
     x = gaussian(8, 64)
     assert_same(mxjax.quantize(x, key=KEY), mxjax.quantize(x))
-
-
-def test_stochastic_bits_do_not_depend_on_jit():
-    x = gaussian(8, 64)
-    inside = jax.jit(lambda x: stochastic(x * 2, key=KEY))(x)
-    assert_same(inside, stochastic(x * 2, key=KEY))
-
-
-def test_stochastic_bits_move_with_the_axis():
-    x = gaussian(8, 64)
-    q = stochastic(x, key=KEY)
-    moved = stochastic(x.T, axis=0, key=KEY)
-    assert_parts(moved, scale_bytes(q).T, elements(q).T)
-
-
-@pytest.mark.parametrize("longer", [(8, 96), (9, 64)])
-def test_stochastic_bits_do_not_depend_on_what_follows(longer):
-    x = gaussian(*longer)
-    q = stochastic(x, key=KEY)
-    assert_parts(stochastic(x[:8, :64], key=KEY), scale_bytes(q)[:8, :2], elements(q)[:8, :64])
 
 
 # Scales are 1 for the former two and 2 for rceil: 7.9 clips to 6 in the first alone.
@@ -79,16 +52,3 @@ def test_prescale_works_with_a_tensor_scale():
     q = mxjax.quantize(x, "fp8_e4m3", prescale=0.5)
     assert np.abs(elements(q)).max() == 224
     np.testing.assert_allclose(mxjax.dequantize(q), mxjax.dequantize(mxjax.quantize(x, "fp8_e4m3")), rtol=0.1)
-
-
-def test_parts_of_a_shard_map_take_keys_of_their_own():
-    x, key = gaussian(4, 64), jax.random.key(0)
-
-    def of_part(x):
-        own = jax.random.fold_in(key, jax.lax.axis_index("x"))
-        return mxjax.dequantize(mxjax.quantize(x, rounding="stochastic", key=own))
-
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    got = jax.shard_map(of_part, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
-    wanted = mxjax.quantize(x, rounding="stochastic", key=jax.random.fold_in(key, 0))
-    np.testing.assert_array_equal(got, mxjax.dequantize(wanted))

@@ -106,11 +106,6 @@ def test_a_quotient_far_below_any_element_is_itself_or_zero():
         assert np.all((ours == 0) | (oracles.bits(ours) == oracles.bits(quotient[small])))
 
 
-def test_divide_by_nan_scale_gives_zero():
-    x = np.float32([1, -1, np.nan, np.inf, 0, 2.0**-149])
-    assert_same_bits(divide_by_scale(x, 255), np.zeros(6))
-
-
 @each_element
 def test_multiply_by_scale_is_exact_for_every_value_and_byte(element):
     grid = oracles.grid(oracles.ELEMENT_INFO[element.name]).astype(np.float32)
@@ -139,8 +134,3 @@ def test_a_product_past_float32_is_infinite():
     x = np.float32([[6], [-6], [1], [0]])
     found = multiply_by_scale(x, np.array([252, 253, 254], np.int32))
     assert_same_bits(found, ldexp(x, np.array([252, 253, 254]) - 127))
-
-
-def test_multiply_by_nan_scale_gives_nan():
-    x = np.float32([1, -1, 0, -0.0, 448])
-    assert np.isnan(multiply_by_scale(x, 255)).all()

@@ -93,38 +93,6 @@ def test_the_backward_pass_sees_the_mean_too():
     np.testing.assert_allclose(y, gradients(dataclasses.replace(policy, wgrad=Gemm()))[0], rtol=1e-6)
 
 
-def test_outliers_are_what_exceeds_a_quantile_of_each_token():
-    x = draw(50, 200, seed=5)
-    part, rest = split(x, Operand(split="outliers", quantile=0.97))
-    ordered = np.sort(x, axis=1)
-    np.testing.assert_array_equal(part, np.clip(x, ordered[:, 6:7], ordered[:, 194:195]))  # 0.97 * 200 = 194
-    np.testing.assert_array_equal(part + rest, x)
-    assert 0.05 < np.mean(np.asarray(rest) != 0) < 0.06
-    clipped = split(x, Operand(split="clip", quantile=0.97))
-    assert clipped.rest is None
-    np.testing.assert_array_equal(clipped.part, part)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_quantiles_are_elements_of_the_sorted_token(dtype):
-    x = jnp.asarray(draw(2, 50, 200, seed=6)).astype(dtype)
-    x = x.at[0, 0, 3].set(jnp.nan).at[0, 1].set(0.0).at[0, 1, 5].set(-0.0)
-    x = x.at[0, 2, :7].set(jnp.inf).at[0, 3, :7].set(-jnp.inf).at[0, 4].set(jnp.finfo(dtype).max)
-    ordered = jnp.sort(x.astype(jnp.float32), axis=-1)
-    expected = jnp.clip(x.astype(jnp.float32), ordered[..., 6:7], ordered[..., 194:195])
-    np.testing.assert_array_equal(split(x, Operand(split="clip", quantile=0.97)).part, expected)
-
-
-def test_outliers_are_multiplied_and_clipped_ones_dropped():
-    x, w, _ = tensors()
-    for kind, remains in (("outliers", 1), ("clip", 0)):
-        operand = Operand(split=kind, quantile=0.9)
-        part, rest = split(x, Operand(split="outliers", quantile=0.9))
-        expected = quantized(part, -1) @ quantized(w, 0) + remains * np.asarray(rest) @ np.asarray(w)
-        found = gradients(Policy(fprop=Gemm(operand, NEAREST)))[0]
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("largest", "dtype"), [(1.0, jnp.float32), (1000.0, jnp.float32), (1000.0, jnp.bfloat16)]
 )

@@ -20,11 +20,6 @@ def test_the_last_matching_rule_wins():
     assert policies["head"] == get_policy("wgrad")
 
 
-def test_a_rule_takes_a_policy_as_well_as_a_name():
-    policy = mxjax.with_scale_rule(get_policy("wgrad"), "even")
-    assert resolve(NAMES, get_policy("bf16"), [("head", policy)])["head"] == policy
-
-
 @pytest.mark.parametrize(
     "index", ["0", "1", "3", "-1", "-4", ":2", "2:", "-1:", "-2:", ":-1", "1:3", "-3:-1", ":", ":4", "-4:"]
 )

@@ -192,7 +192,6 @@ def test_a_policy_with_delayed_scales_says_what_it_needs():
 
 
 def test_a_policy_as_json_keeps_its_scaling():
-    assert mxjax.policy_from_json(mxjax.policy_to_json(POLICY)) == POLICY
     assert mxjax.set_fields(mxjax.get_policy("fp8"), ["*.*.scaling=delayed"]) == POLICY
     assert POLICY.delayed == {"x": "fp8_e4m3", "w": "fp8_e4m3", "dy": "fp8_e5m2"}
     assert [get_format(name).element.max for name in POLICY.delayed.values()] == list(LARGEST)

@@ -23,15 +23,10 @@ ALL = [*IMPLEMENTATIONS, "fp8_carriers", "scaled_dot"]
 """Every implementation that runs without a GPU."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n
-        if n in ("fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
-        else pytest.param(n, marks=pytest.mark.slow)
-        for n in DETERMINISTIC
-    ],
-)
+FEW = ("fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
+
+
+@parametrize("name", *FEW, slow=[name for name in DETERMINISTIC if name not in FEW])
 def test_products_are_those_of_the_dequantized_operands(name):
     policy = DETERMINISTIC[name]
     x, w, dy = inputs()
@@ -40,35 +35,18 @@ def test_products_are_those_of_the_dequantized_operands(name):
         dots.check_products(products(x, w, dy, policy=policy, implementation=implementation), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    ("x_dtype", "w_dtype", "y_dtype"),
-    [
-        ("float32", "float32", "float32"),
-        ("bfloat16", "bfloat16", "bfloat16"),
-        ("float16", "float16", "float16"),
-        ("bfloat16", "float32", "float32"),
-        ("float32", "bfloat16", "float32"),
-        ("float16", "bfloat16", "float32"),
-    ],
-)
-def test_gradients_have_the_dtypes_of_the_inputs(x_dtype, w_dtype, y_dtype, implementation):
-    x, w, dy = inputs()
-    run = functools.partial(products, policy=NEAREST, implementation=implementation)
-    shapes = jax.eval_shape(run, x.astype(x_dtype), w.astype(w_dtype), dy.astype(y_dtype))
-    assert [s.dtype for s in shapes] == [y_dtype, x_dtype, w_dtype]
-
-
 # Operands are quantized from what they are, sums are float32, and only the result is rounded to its dtype.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
+@parametrize(
     ("x_dtype", "w_dtype", "y_dtype"),
-    [("bfloat16", "bfloat16", "bfloat16"), ("float16", "float32", "float32")],
+    *(("bfloat16", "bfloat16", "bfloat16"), ("float16", "float32", "float32")),
+    slow=[("float16",) * 3, ("float32", "bfloat16", "float32"), ("float16", "bfloat16", "float32")],
 )
 def test_products_of_other_dtypes_are_rounded_once(x_dtype, w_dtype, y_dtype, implementation):
     x, w, dy = inputs()
     x, w, dy = x.astype(x_dtype), w.astype(w_dtype), dy.astype(y_dtype)
     actual = products(x, w, dy, policy=NEAREST, implementation=implementation)
+    assert [a.dtype for a in actual] == [y_dtype, x_dtype, w_dtype]
     for a, (value, magnitude) in zip(actual, dots.expected_products(x, w, dy, NEAREST), strict=True):
         rounding = float(jnp.finfo(a.dtype).eps) / 2 * np.abs(value) + 2.0**-20 * magnitude
         assert np.all(np.abs(dots.float64(a) - value) <= rounding)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from support.dots import assert_near, assert_same, draw, jitted_products, products, with_gradients
+from support.marks import parametrize
 from support.oracles import types_unchecked
 
 import mxjax
@@ -35,11 +36,8 @@ def by_expert(x, w, dy, sizes, policy, implementation=None):
     return y, dx, dw
 
 
-@pytest.mark.parametrize("implementation", ["reference", pytest.param("xla", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    ["wgrad_hadamard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("primus_turbo", "bf16"))],
-)
+@parametrize("implementation", "reference", slow=["xla"])
+@parametrize("name", "wgrad_hadamard", slow=["primus_turbo", "bf16"])
 def test_each_expert_has_its_own_products(name, implementation):
     policy = mxjax.get_policy(name)
     actual = ragged(X, W, DY, jnp.array(SIZES), policy=policy, implementation=implementation)
@@ -52,10 +50,7 @@ def test_in_float32_it_is_that_of_lax():
     assert_near(actual, with_gradients(exact, X, W, dy=DY), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["full_hadamard", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tetrajet_v2", "uniform4_fp32"))],
-)
+@parametrize("name", "full_hadamard", slow=["tetrajet_v2", "uniform4_fp32"])
 def test_what_one_expert_reads_changes_no_other(name):
     """Neither through blocks, outer scales and rotations, nor through a NaN."""
     options = {"policy": mxjax.get_policy(name), "key": jax.random.key(0)}
@@ -77,15 +72,10 @@ EXACT = [jnp.round(4 * t) / 4 for t in jax.tree.map(lambda t: jnp.clip(t, -8, 8)
 """Inputs whose products have few bits, so that float32 sums them exactly in any order."""
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("policy", "static"),
-    [
-        ("wgrad", True),
-        pytest.param("wgrad", False, marks=pytest.mark.slow),
-        pytest.param("primus_turbo", False, marks=pytest.mark.slow),
-        pytest.param("fprop", True, marks=pytest.mark.slow),
-        pytest.param("fp8", False, marks=pytest.mark.slow),
-    ],
+    ("wgrad", True),
+    slow=[("wgrad", False), ("primus_turbo", False), ("fprop", True), ("fp8", False)],
 )
 def test_fp8_carriers_give_the_bits_of_xla(policy, static):
     policy, sizes = mxjax.get_policy(policy), np.array(SIZES)

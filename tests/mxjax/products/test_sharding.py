@@ -16,6 +16,7 @@ import sys
 import jax, numpy as np
 import mxjax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from support.gpu_products import LAYOUTS
 
 kind = AxisType[sys.argv[1]]
 x = jax.random.normal(jax.random.key(0), (8, 64, 128))
@@ -23,14 +24,6 @@ w = jax.random.normal(jax.random.key(1), (128, 64))
 
 def put(array, spec):
     return jax.device_put(array, NamedSharding(mesh, spec))
-
-# Of x, of w and of their product: tokens, sequences, the contracted axis and d_out are cut up.
-layouts = [
-    (P("d"), P(None, None), P("d", None, None)),
-    (P("d"), P("d", "t"), P("d", None, "t")),
-    (P("d", "t"), P("t", None), P("d", "t", None)),
-    (P("d", None, "t"), P(None, ("d", "t")), P("d", None, "t")),
-]
 
 def loss(x, w, key, policy, implementation):
     y = mxjax.dot(x, w, policy=policy, key=key, implementation=implementation)
@@ -45,7 +38,7 @@ some = {"AutoAuto": cases, "ExplicitExplicit": cases, "ExplicitAuto": cases[:1]}
 for case in some["".join(sys.argv[1:])]:
     one = gradients(x, w, key, *case)
     with jax.set_mesh(mesh):
-        for specs in layouts:
+        for _, specs in LAYOUTS.values():
             (dx, dw), y = gradients(put(x, specs[0]), put(w, specs[1]), key, *case)
             assert len(dw.devices()) == 4
             for a, b, spec in zip((*one[0], one[1]), (dx, dw, y), specs):

@@ -4,7 +4,6 @@ Rounding is gfloat's. Every operand is rounded to nearest; which ones the polici
 tests/mxjax/recipes/test_recipes.py says.
 """
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -13,9 +12,10 @@ from scipy.linalg import hadamard
 from support.dots import assert_near, with_gradients
 from support.marks import parametrize
 from support.oracles import ELEMENT_INFO, quantize, round_nearest
+from support.recipes import nearest, with_signs
 
 import mxjax
-from mxjax.policy import Policy, map_operands
+from mxjax.policy import Policy
 
 M, K, N = 64, 96, 32
 IMPLEMENTATIONS = [pytest.param("reference", marks=pytest.mark.slow), "xla"]
@@ -33,16 +33,6 @@ def assert_agrees(policy, implementation, expected):
     x, w, dy = tensors()
     dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation)
     assert_near(with_gradients(dot, x, w, dy=dy), expected, 2e-6, 1e-5)
-
-
-def with_signs(gemm, signs):
-    return dataclasses.replace(
-        gemm, rotation=dataclasses.replace(gemm.rotation, signs="fixed", values=tuple(map(int, signs)))
-    )
-
-
-def nearest(policy):
-    return map_operands(policy, lambda operand: dataclasses.replace(operand, rounding="nearest"))
 
 
 def mx(t):

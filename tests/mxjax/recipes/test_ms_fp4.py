@@ -1,6 +1,5 @@
 """The policies `ms_fp4` and `ms_fp4_clip`, against MS-AMP's code (tests/golden/make_ms_fp4.py)."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,7 +12,6 @@ from support.recipes import golden
 import mxjax
 from mxjax import Gemm, Operand, Policy
 from mxjax.operands.split import split
-from mxjax.products.gradients import derivative
 
 GOLDEN = golden("ms_fp4")
 X, W = (mxjax.get_policy("ms_fp4").fprop.lhs, mxjax.get_policy("ms_fp4").fprop.rhs)
@@ -24,21 +22,6 @@ def test_outliers_are_those_of_the_repository():
     part, rest = split(GOLDEN["x"], X)
     np.testing.assert_array_equal(part, GOLDEN["clip/part"])
     np.testing.assert_array_equal(rest.astype(jnp.bfloat16), GOLDEN["clip/rest"])
-
-
-def test_quantized_operands_are_those_of_the_repository():
-    part, rest = split(GOLDEN["x"], X)
-    ours = mxjax.dequantize(mxjax.quantize(part, "fp4_vector"))
-    np.testing.assert_array_equal(ours, GOLDEN["x/clip"])
-    np.testing.assert_array_equal((ours + rest).astype(jnp.bfloat16), GOLDEN["x/outliers"])
-    weight = mxjax.dequantize(mxjax.quantize(GOLDEN["w"], "fp4_vector", axis=0))
-    np.testing.assert_array_equal(weight, GOLDEN["w/quantized"])
-
-
-def test_the_derivative_is_that_of_the_repository():
-    ours = jax.jit(lambda w: derivative(w, W, -2))(GOLDEN["w"])
-    np.testing.assert_allclose(ours, GOLDEN["w/derivative"], rtol=2**-8)  # theirs is in bfloat16
-    assert np.max(ours) == 3
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -89,10 +72,3 @@ def test_vectors_that_are_zero_or_not_finite():
     np.testing.assert_array_equal(value[0], 0)
     assert np.isnan(value[1]).all()
     assert np.isnan(value[2, 5])
-
-
-def test_the_names_differ_in_what_becomes_of_outliers():
-    ms_fp4 = mxjax.get_policy("ms_fp4")
-    dropped = dataclasses.replace(X, split="clip")
-    clip = dataclasses.replace(ms_fp4, fprop=dataclasses.replace(ms_fp4.fprop, lhs=dropped))
-    assert mxjax.get_policy("ms_fp4_clip") == clip

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from support.dots import PRODUCTS, assert_near, with_gradients
 from support.marks import parametrize
-from support.recipes import golden
+from support.recipes import golden, nearest, with_signs
 
 import mxjax
 from mxjax import Gemm, Operand, Policy
-from mxjax.policy import map_operands
 
 GOLDEN = golden("mxfp4_recipes")
 DRAWS = 64
@@ -29,16 +28,10 @@ def assert_agrees(found, name, kinds):
     assert_near([found[kind] for kind in kinds], [GOLDEN[f"{name}/{kind}"] for kind in kinds], 2e-6, 1e-5)
 
 
-def fixed(rotation, signs):
-    return dataclasses.replace(rotation, signs="fixed", values=tuple(map(int, signs)))
-
-
 @parametrize("implementation", "xla", slow=["reference", "fp8_carriers"])
 def test_the_layer_of_tetrajet_rounded_to_nearest_is_that_of_the_repository(implementation):
-    nearest = map_operands(
-        mxjax.get_policy("tetrajet"), lambda operand: dataclasses.replace(operand, rounding="nearest")
-    )
-    assert_agrees(run(nearest, implementation), "tetrajet", ("y", "dx", "dw"))
+    found = run(nearest(mxjax.get_policy("tetrajet")), implementation)
+    assert_agrees(found, "tetrajet", ("y", "dx", "dw"))
 
 
 def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_repository():
@@ -46,10 +39,7 @@ def test_backward_gemms_of_amazon_without_stochastic_rounding_are_those_of_the_r
     policy = mxjax.get_policy("amazon_no_sr")
     signs = np.asarray(GOLDEN["amazon_no_sr/signs"], int)
     assert set(signs.flat) == {-1, 1}
-    dgrad, wgrad = (
-        dataclasses.replace(gemm, rotation=fixed(gemm.rotation, mine))
-        for gemm, mine in zip((policy.dgrad, policy.wgrad), signs, strict=True)
-    )
+    dgrad, wgrad = map(with_signs, (policy.dgrad, policy.wgrad), signs)
     assert_agrees(run(Policy(policy.fprop, dgrad, wgrad), "xla"), "amazon_no_sr", ("dx", "dw"))
     name = "amazon_no_hadamard_no_sr"
     assert_agrees(run(mxjax.get_policy(name), "xla"), name, ("dx", "dw"))

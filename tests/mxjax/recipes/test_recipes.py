@@ -50,18 +50,12 @@ _backward = Gemm(_amazon, _amazon, Rotation(64, "redrawn"))
 _even = Operand("mxfp4", scale_rule="even")
 _tile = Operand("mxfp4", scale_rule="even", block_shape=(32, 32))
 _rceil = Operand("mxfp4", scale_rule="rceil")
-_rceil_sr = Operand("mxfp4", scale_rule="rceil", rounding="stochastic")
-_seen = Operand("mxfp4", scale_rule="rceil", rounding="stochastic", source="dequantized")
 _nv, _nv_tile = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
 _nv_sr = Operand("nvfp4", rounding="stochastic")
 _uniform = Operand("mxfp4_e1m2", scale_rule="rceil")
 _uniform_sr = Operand("mxfp4_e1m2", scale_rule="rceil", rounding="stochastic")
 _uniform_fp32 = Operand("fp4_e1m2")
 _uniform_fp32_sr = Operand("fp4_e1m2", rounding="stochastic")
-_six_or_four = Operand("nvfp4", four_over_six="mse", scale_max=256)
-_eden = Operand("nvfp4", scale_target=6 / (17 / 16 * 0.93), scale_max=255.99, eden=128)
-_eden_seen = dataclasses.replace(_eden, source="dequantized")
-_h128 = Rotation(128, "redrawn")
 _double = Operand("nvfp4_1x128")
 _double_sr = dataclasses.replace(_double, rounding="stochastic")
 _double_seen = dataclasses.replace(_double_sr, source="dequantized")
@@ -74,8 +68,11 @@ _e3m0_sr = Operand("mxfp4_e3m0", scale_rule="rceil", rounding="stochastic")
 PUBLISHED = {
     "amazon": Policy(_bf16, _backward, _backward),  # arXiv 2502.20586, algorithm 3
     "amazon_fp8": Policy(Gemm(Operand("fp8_e4m3"), Operand("fp8_e4m3")), _backward, _backward),
+    "amazon_no_hadamard": Policy(_bf16, Gemm(_amazon, _amazon), Gemm(_amazon, _amazon)),
+    # Without stochastic rounding there is no bias for the prescale to remove.
+    "amazon_no_sr": Policy(_bf16, *[Gemm(rotation=Rotation(64, "redrawn"))] * 2),
+    "amazon_no_hadamard_no_sr": Policy(_bf16, Gemm(), Gemm()),
     "primus_turbo": Policy(Gemm(_even, _tile), Gemm(_even, _tile), Gemm(_even, _even, Rotation(16))),
-    "tetrajet": Policy(Gemm(_rceil, _rceil), Gemm(_rceil_sr, _seen), Gemm(_seen, _rceil_sr)),
     "nvfp4": Policy(Gemm(_nv, _nv_tile), Gemm(_nv_sr, _nv_tile), Gemm(_nv, _nv_sr, Rotation(16, "fixed"))),
     "averis": Policy(  # arXiv 2603.10444: nvfp4 without its rotation, the means of x and dy apart
         Gemm(Operand("nvfp4", split="mean"), _nv_tile),
@@ -93,10 +90,6 @@ PUBLISHED = {
         Gemm(_uniform_fp32, _uniform_fp32_sr, Rotation(16, "redrawn")),
     ),
     "chmiel_mx": Policy(Gemm(_rceil, _rceil), Gemm(_e3m0_sr, _rceil), Gemm(_rceil, _e3m0_sr)),
-    # arXiv 2601.22813, figure 3 and section 3; the numbers are those of quartet_2.py in its code.
-    "quartet2": Policy(
-        Gemm(_six_or_four, _six_or_four), Gemm(_eden, _eden_seen, _h128), Gemm(_eden_seen, _eden, _h128)
-    ),
     # arXiv 2510.27527; linear.py in its code
     "tetrajet_v2": Policy(
         Gemm(_double, _double), Gemm(_double_sr, _double_seen, _h16), Gemm(_double_seen, _double_sr, _h16)
@@ -165,16 +158,6 @@ def test_a_rung_of_the_ladder_has_its_operands(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_recipe_has_its_operands(name):
     assert mxjax.get_policy(name) == PUBLISHED[name]
-
-
-def test_the_ablations_of_amazon_each_take_one_thing_away():
-    no_rotation = Gemm(_amazon, _amazon)
-    assert mxjax.get_policy("amazon_no_hadamard") == Policy(_bf16, no_rotation, no_rotation)
-    # Without stochastic rounding there is no bias for the prescale to remove.
-    nearest = Gemm(Operand("mxfp4"), Operand("mxfp4"), Rotation(64, "redrawn"))
-    assert mxjax.get_policy("amazon_no_sr") == Policy(_bf16, nearest, nearest)
-    neither = Gemm(Operand("mxfp4"), Operand("mxfp4"))
-    assert mxjax.get_policy("amazon_no_hadamard_no_sr") == Policy(_bf16, neither, neither)
 
 
 def test_lumen_takes_wgrads_x_from_the_original_or_from_the_saved_operand():

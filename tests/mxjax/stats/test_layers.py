@@ -179,7 +179,6 @@ def test_measuring_changes_no_training(text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--stats-every", "0"], "--stats-every must be at least 1"),
         (["--profile", "10"], "--profile takes FIRST:LAST"),
         (["--profile", "15:10"], "--profile takes FIRST:LAST"),
         (["--profile", "0:3"], "--profile takes FIRST:LAST"),

@@ -12,10 +12,10 @@ import esm2quinox
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen, nnx
-from support.dots import draw
+from support.dots import assert_same, draw
+from support.marks import parametrize
 
 import mxjax
 
@@ -85,18 +85,14 @@ def expected():
     return loss_and_weight_gradients(*plain(functools.partial(mxjax.dot, policy=POLICY)))
 
 
-SLOW = [pytest.param(framework, marks=pytest.mark.slow) for framework in (plain, in_linen, in_haiku)]
-
-
-@pytest.mark.parametrize("framework", [in_nnx, in_equinox, *SLOW])
+@parametrize("framework", in_nnx, in_equinox, slow=[plain, in_linen, in_haiku])
 def test_a_model_is_what_is_written_by_hand(framework):
     apply, params, weights = framework()
     transformed = mxjax.transform(apply, POLICY)
     with jax.numpy_rank_promotion("allow"):
         assert [len(found.paths) for found in transformed.report(params, X).products] == [1, 1]
         actual = loss_and_weight_gradients(transformed, params, weights)
-    for a, e in zip(actual, expected(), strict=True):
-        np.testing.assert_array_equal(a, e)
+    assert_same(actual, expected())
 
 
 class Linear(eqx.Module):
@@ -134,8 +130,7 @@ def test_a_published_model_is_what_is_written_by_hand():
         assert len(transformed.report(model, tokens).products) == 7
         actual = eqx.filter_jit(eqx.filter_value_and_grad(transformed))(model, tokens)
         expected = eqx.filter_jit(eqx.filter_value_and_grad(loss))(by_hand, tokens)
-    for a, e in zip(*(jax.tree.leaves(result) for result in (actual, expected)), strict=True):
-        np.testing.assert_array_equal(a, e)
+    assert_same(*(jax.tree.leaves(result) for result in (actual, expected)))
 
 
 class WithState(nnx.Module):

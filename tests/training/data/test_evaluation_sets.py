@@ -98,3 +98,8 @@ def test_several_sets_need_different_names(values):
     with pytest.raises(ValueError, match=r"NAME=PATH for each of several|got an empty name"):
         parse_eval_data(values)
     assert parse_eval_data(["/runs/lr=3/text"]) == {"": "/runs/lr=3/text"}
+
+
+def test_an_error_says_what_a_name_may_hold_and_which_value_is_none():
+    with pytest.raises(ValueError, match=r"names of letters, digits, _, - and \.; got a=x 'b c=y'"):
+        parse_eval_data(["a=x", "b c=y"])

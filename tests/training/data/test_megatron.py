@@ -169,14 +169,10 @@ def test_the_vocabulary_is_the_tokenizers_padded(tmp_path):
     assert load_data(config(prefix, vocab_size=300), 257).vocab_size == 300
 
 
-def test_tokenizers_of_all_kinds_and_none(tmp_path):
+def test_a_unigram_s_vocabulary_is_a_list(tmp_path):
     path = tmp_path / "t.json"
     path.write_text('{"model": {"vocab": [["a", 0.1], ["b", 0.2]]}, "added_tokens": []}')
     assert tokenizer_vocab_size(path) == 2
-    for content in ("{}", "[]", "no json", '{"model": {"vocab": 3}}'):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=r"t.json is not a tokenizer.json"):
-            tokenizer_vocab_size(path)
 
 
 def test_datasets_of_different_tokenizers_are_refused(tmp_path):

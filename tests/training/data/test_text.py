@@ -159,12 +159,6 @@ def test_batches_of_one_are_the_rows_of_larger_ones():
     np.testing.assert_array_equal(np.concatenate(rows), np.concatenate(take(batches(CONFIG, seed=3), 3)))
 
 
-def test_the_position_is_the_number_of_batches_taken():
-    stream = batches(CONFIG, seed=0)
-    take(stream, 5)
-    assert stream.get_state() == {"next_index": 5}
-
-
 def test_evaluation_reads_in_order_and_to_the_end():
     found = list(evaluation_batches(TOKENS, CONFIG, 100))
     assert [len(b) for b in found] == [4] * 6

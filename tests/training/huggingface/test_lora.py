@@ -152,10 +152,7 @@ def test_adapters_have_pefts_names_shapes_and_the_checkpoint_that_they_adapt(bas
     given = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (given["r"], given["lora_alpha"], len(given["target_modules"])) == (4, 4, 7)
     assert given["base_model_name_or_path"] == str(base / "mxfp4")
-
-
-def test_adapters_may_be_read_by_whoever_reads_their_configuration(tuned, tmp_path):
-    export_checkpoint(tuned, tmp_path / "adapters", adapters=True)
+    # Whoever may read the configuration may read the weights.
     assert len({path.stat().st_mode for path in (tmp_path / "adapters").iterdir()}) == 1
 
 

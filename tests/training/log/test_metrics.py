@@ -12,7 +12,6 @@ import pytest
 from training import memory as device_memory
 from training.log import throughput
 from training.log.display import Display
-from training.log.health import NonFiniteError
 from training.log.metrics import MetricsLog, json_line
 from training.log.reporter import RunLog, Work
 from training.log.spikes import SpikeDetector, find_spikes
@@ -34,32 +33,21 @@ class Recorder:
         self.shown.append(step)
         self.means.append("mean_step_s" in values)
 
-    def check(self, step, loss, grad_norm=None, metrics=None):
-        if metrics is not None and not metrics.finite and not self.skips:
-            raise NonFiniteError(f"loss {loss}", step)
+    def check(self, *_, **__):
+        pass
 
 
 def reporter_to(out, flops_a_step=1e9, learning_rate=lambda step: 0.0):
     return RunLog(out, out, out, out, out, Work(2, 8, flops_a_step, learning_rate), pathlib.Path(), range(0))
 
 
-def metrics(loss=1.0, skipped=0):
-    finite = jnp.isfinite(loss)
-    return StepMetrics(jnp.float32(loss), jnp.float32(2.0), finite, jnp.int32(skipped), jnp.zeros((2, 1)))
+def metrics(loss=1.0):
+    return StepMetrics(jnp.float32(loss), jnp.float32(2.0), jnp.bool(True), jnp.int32(0), jnp.zeros((2, 1)))
 
 
 def test_a_line_is_json_even_of_numbers_that_are_not_finite():
     found = json.loads(json_line({"a": float("nan"), "b": -float("inf"), "c": 1.5, "d": "x"}))
     assert found == {"a": "nan", "b": "-inf", "c": 1.5, "d": "x"}
-
-
-def test_a_resumed_log_keeps_the_lines_before_it_and_drops_a_torn_one(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step"')
-    with MetricsLog(path, keep_steps=2) as log:
-        log.write(step=3, loss=0.5)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert found == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.5}]
 
 
 def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
@@ -74,26 +62,6 @@ def test_a_step_is_reported_when_the_next_one_has_been_dispatched():
     assert found == [(1, 8, 1.0, 0.0), (2, 16, 0.5, 0.1)]
     assert out.shown == [1, 2]
     assert out.means == [False, True]  # the first step compiles, and says nothing of the others
-
-
-def test_a_loss_that_is_not_finite_is_logged_and_raised():
-    out = Recorder()
-    reporter = reporter_to(out)
-    reporter.step(7, None, metrics(float("nan")))
-    with pytest.raises(NonFiniteError, match="loss nan"):
-        reporter.step(8, None, metrics())
-    assert [w["step"] for w in out.written] == [7]
-
-
-def test_a_skipped_step_is_marked_and_the_learning_rate_is_that_of_the_updates():
-    out = Recorder()
-    out.skips = True
-    reporter = reporter_to(out, learning_rate=lambda updates: updates)
-    for step, m in enumerate([metrics(), metrics(float("nan")), metrics(skipped=1)], 1):
-        reporter.step(step, None, m)
-    reporter.flush()
-    assert [w["lr"] for w in out.written] == [0, 1, 1]
-    assert [w.get("skipped", False) for w in out.written] == [False, True, False]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

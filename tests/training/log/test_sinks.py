@@ -145,6 +145,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl", 3, [EventFiles(tmp_path, 3)]) as log:
         log.write(step=4, loss=40.0)
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert [(line["step"], line["loss"]) for line in runs.lines(tmp_path)] == scalars(tmp_path, "loss")
 
 
 def test_a_full_disk_is_an_error_and_no_hang(tmp_path):

@@ -64,14 +64,6 @@ def test_oscillating_weights_are_snapped_as_the_source_does(source, rounded):
     assert np.mean(found[snapped] == np.round(found[snapped])) > 0.02
 
 
-def test_only_weights_that_oscillate_are_changed(rounded):
-    first, updates = np.float32([0.3, 0.45, -0.2]), np.float32([[1, 1, 3], [3, 2, 1]])
-    plain = walk(optax.adam(0.1), first, updates)
-    found = walk(snapping(optax.adam(0.1), Deoscillation(3.0, 2, 0)), first, updates)
-    np.testing.assert_array_equal(found[0], plain[0])
-    np.testing.assert_array_equal(found[1], plain[1].at[1].set(1.0))  # it passed 0.5, the others did not
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 def test_distances_begin_at_weights_in_bfloat16_if_the_setting_says_so(bf16, rounded):
     """Between 100.49 and 100.51, which are 100.5 in bfloat16: the ratio is 50, or 100."""

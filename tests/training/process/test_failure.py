@@ -1,17 +1,11 @@
 """An error or the end of one of two processes ends both, with the reason; signals end a program in order."""
 
 import signal
-import sys
 import time
 
-import jax
 import pytest
 from support.marks import parametrize
 from support.runs import ROOT, start, start_pair
-
-from training.command_line import FlagError
-from training.process import failure
-from training.process.together import ProcessError, is_told, together
 
 FLAGS = (
     "--distributed --batch-size 2 --seq-len 16 --eval-batches 1 --warmup-steps 1 --steps 200 --policy bf16"
@@ -60,96 +54,13 @@ def test_an_error_of_one_process_between_steps_ends_both(tmp_path, bad):
     assert errors[1 - bad].endswith(message), errors
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_other_in_one_line(tmp_path):
     status, errors = ended_by(tmp_path, 1, "os.kill(os.getpid(), 9)")
     assert status == [1, -9], errors
     said = "train.py: error: process 1 has not answered for 10 s: it was killed or stopped, or its host or "
     assert errors[0].startswith(said), errors
     assert errors[0].count("\n") == 1
-
-
-class Store:
-    """Stands in for JAX's key-value store."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        if key in self.values and not allow_overwrite:
-            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
-        self.values[key] = value
-
-    def key_value_try_get(self, key):
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError("NOT_FOUND")
-        return self.values[key]
-
-    def key_value_dir_get(self, folder):
-        return [(key, value) for key, value in self.values.items() if key.startswith(f"{folder}/")]
-
-
-@pytest.fixture
-def store(monkeypatch):
-    """A store of three processes, of which this is the last; no thread and no error ends the tests."""
-    jax.devices()  # or JAX would use the store to find devices
-    store = Store()
-    for name, value in (("client", store), ("process_id", 2)):
-        monkeypatch.setattr(failure.distributed.global_state, name, value)
-    monkeypatch.setattr(failure, "_EVERY", 0.01)
-    monkeypatch.setattr(failure._Watch, "_run", lambda self: None)
-    monkeypatch.setattr(failure._Watch, "running", None)
-    monkeypatch.setattr(failure.atexit, "register", lambda function: None)
-    monkeypatch.setattr(failure, "_end", lambda status=1: sys.exit(status))
-    return store
-
-
-def test_only_a_process_that_stops_counting_is_taken_for_dead(store):
-    watch, alive = failure._Watch(), failure._ALIVE
-    for second in range(2 * failure._SILENT):
-        store.values |= {f"{alive}/0": str(second), f"{alive}/1": failure._DONE}
-        watch._check_counts()
-    assert failure._KEY not in store.values
-    for _ in range(failure._SILENT):
-        watch._check_counts()
-    assert store.values[failure._KEY].startswith(f"process 0 has not answered for {failure._SILENT} s: ")
-    watch.stop()
-
-
-def test_the_first_error_is_everybody_s(store):
-    with pytest.raises(KeyError), failure.failing_together(), failure.failing_together(ValueError):
-        raise KeyError("a")
-    assert store.values[failure._KEY] == "process 2: KeyError: 'a'"
-    for broken in (
-        jax.errors.JaxRuntimeError("connection closed by peer"),
-        ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"),
-    ):
-        with pytest.raises(ProcessError, match="process 2: KeyError"), failure.failing_together():
-            raise broken
-
-
-def test_errors_that_all_know_are_left_alone(store):
-    with pytest.raises(ValueError, match="a"), failure.failing_together(), together():
-        raise ValueError("a")
-    with pytest.raises(KeyError), failure.failing_together(KeyError):
-        raise KeyError
-    assert failure._KEY not in store.values
-    assert store.values[f"{failure._ALIVE}/2"] == failure._DONE
-    error = SystemExit(1)
-    assert not is_told(error)
-
-
-def test_a_process_that_cannot_start_tells_the_others(store, monkeypatch, capsys):
-    joined = []
-    monkeypatch.setattr(failure, "join_processes", joined.append)
-    with pytest.raises(SystemExit) as ended, failure.telling_others(True):
-        raise FlagError("no such flag")
-    assert (ended.value.code, joined) == (2, [failure._TO_JOIN])
-    assert store.values.pop(failure._KEY) == "process 2: no such flag"
-    for distributed, code in ((False, "bad"), (True, 0)):
-        with pytest.raises(SystemExit), failure.telling_others(distributed):
-            raise SystemExit(code)
-    assert failure._KEY not in store.values
 
 
 # PBKDF2 is in C, as a compilation is: Python calls no handler of a signal until it returns.

@@ -1,6 +1,7 @@
 """Processes that were started differently: refused before the first step, with what differs."""
 
 import pytest
+from support.marks import parametrize
 from support.runs import ROOT, start_pair
 
 from training.run.setup import check_same
@@ -41,8 +42,7 @@ def test_processes_with_other_flags_and_data_do_not_train(tmp_path):
     assert not run.exists()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("bad", [0, 1])
+@parametrize("bad", slow=[1], exhaustive=[0])
 def test_wrong_flags_of_one_process_end_both(tmp_path, bad):
     of_each = [(*TRAIN, "--out", tmp_path / "run")] * 2
     of_each[bad] = (*of_each[bad], "--lrx", "1")

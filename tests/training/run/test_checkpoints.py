@@ -10,7 +10,7 @@ from support.runs import at_step, file_sizes
 from training import files as integrity
 from training.run import checksums
 from training.run.checkpoints import Checkpoints, save_params
-from training.run.checksums import saved_steps, set_aside_damaged
+from training.run.checksums import set_aside_damaged
 
 
 def save(folder, state, *steps, **options):
@@ -125,37 +125,6 @@ def test_a_crafted_checkpoint_is_one_line(tmp_path, state, name, content, said):
         checkpoints.restore(state)
 
 
-@pytest.mark.slow
-def test_every_byte_of_the_small_files_counts(tmp_path, state):
-    """But for the digits of the time at which orbax says it has saved."""
-    save(tmp_path, state, 1)
-    for name in ("checksums.json", "_CHECKPOINT_METADATA", "data/metadata", "params/manifest.ocdbt"):
-        path = tmp_path / "1" / name
-        content = path.read_bytes()
-        unnoticed = set()
-        for at in range(0, len(content), 1 if len(content) < 1000 else 7):
-            flip(path, at)
-            if not checksums.problems(tmp_path / "1"):
-                unnoticed.add(content[at])
-            path.write_bytes(content)
-        assert unnoticed <= (set(b"0123456789") if name == "_CHECKPOINT_METADATA" else set()), name
-
-
-def test_shares_of_the_files_are_all_of_them(tmp_path, state, monkeypatch):
-    save(tmp_path, state, 1)
-    looked_at, original = [], checksums.problem
-    monkeypatch.setattr(
-        checksums, "problem", lambda path, *rest: looked_at.append(path) or original(path, *rest)
-    )
-    checksums.problems(tmp_path / "1")
-    whole = sorted(looked_at)
-    looked_at.clear()
-    flip(tmp_path / "1" / "params" / "_METADATA")
-    found = [checksums.problems(tmp_path / "1", share=(i, 3)) for i in range(3)]
-    assert sorted(looked_at) == whole
-    assert sorted(map(len, found)) == [0, 0, 1]
-
-
 def test_checksums_of_parts_are_taken_over_unless_the_file_has_changed_since(tmp_path, state, monkeypatch):
     save(tmp_path, state, 1)
     expected = (tmp_path / "1" / "checksums.json").read_bytes()
@@ -246,22 +215,6 @@ def test_parameters_that_do_not_fit_on_the_disk_are_an_oserror(tmp_path, caplog)
     with file_sizes(4000), pytest.raises(OSError, match="File too large"):
         save_params(tmp_path, {"w": jax.random.normal(jax.random.key(0), (8192,))})
     assert caplog.records == []
-
-
-def test_a_folder_with_the_name_of_another_step_is_set_aside(tmp_path, state):
-    save(tmp_path, state, 1, 2)
-    (tmp_path / "2").rename(tmp_path / "20")
-    shutil.copytree(tmp_path / "1", tmp_path / "008")  # no name of a checkpoint
-    (tmp_path / "30").write_text("a file")
-    said = "\n".join(set_aside_damaged(tmp_path))
-    assert "20 is damaged (state is of step 2); renamed it damaged-20" in said
-    assert "30 is damaged (checksums.json is missing); renamed it damaged-30" in said
-    assert "continuing from the checkpoint of step 1" in said
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        restored, position = checkpoints.restore(state)
-        assert (int(restored.step), position) == (1, {"next_index": 1})
-        checkpoints.save(at_step(state, 2), {})
-    assert saved_steps(tmp_path) == [1, 2]
 
 
 def test_a_state_of_another_step_is_not_restored(tmp_path, state):

@@ -108,10 +108,7 @@ IN_PLACE = "alone: its file lock was removed .* It holds metrics.jsonl and the c
 def test_a_line_is_not_written_to_a_folder_that_was_lost(tmp_path, lose, said):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     (folder / "checkpoints" / "20").mkdir(parents=True)
-    with (
-        locked(folder) as check_place,
-        MetricsLog(folder / "metrics.jsonl", check_place=check_place) as log,
-    ):
+    with locked(folder) as check_place, MetricsLog(folder / "metrics.jsonl", check_place=check_place) as log:
         log.write(step=1, loss=2.5)
         lose(folder, moved)
         with pytest.raises(FolderLostError, match=f"run is no longer this run's.*{said}"):

@@ -30,7 +30,7 @@ LINES = [
     b'{"text": 3}\n',
     b'{"text": "\\ud83d"}\n',
     b'{"text": "\xff"}\n',
-    line("zwei € 😀"),
+    line("zwei € 😀").rstrip(),  # the last line may lack a newline
 ]
 
 
@@ -69,11 +69,6 @@ def test_json_lines(tmp_path, name):
     ]
 
 
-def test_a_last_line_without_a_newline_is_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(line("one") + line("two").rstrip())
-    assert found(tmp_path / "a.jsonl") == [(1, "one"), (2, "two")]
-
-
 def test_another_field(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "one"}\n')
     assert found(tmp_path / "a.jsonl", field="content") == [(1, "one")]
@@ -83,10 +78,7 @@ def test_another_field(tmp_path):
 def test_a_list_of_documents_is_told_how_to_be_read(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
     [(_, kind, why)] = found(tmp_path / "a.json")
-    assert (kind, why.partition("; ")[2]) == (
-        "malformed line",
-        "a list is no document, write each on a line",
-    )
+    assert (kind, why.partition("; ")[2]) == ("malformed line", "a list is no document, write each on a line")
 
 
 @pytest.mark.parametrize(("suffix", "name"), [("gz", "gzip"), ("zst", "zstd")])

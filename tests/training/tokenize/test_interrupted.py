@@ -40,18 +40,6 @@ def interrupted(folder, prefix, tokenizer, monkeypatch, **options):
             tokenize(config(folder, prefix, tokenizer, **options))
 
 
-def test_an_interrupted_run_goes_on(here, corpus, tokenizer, tmp_path, monkeypatch, capsys):
-    interrupted(corpus[0], tmp_path / "d", tokenizer, monkeypatch)
-    assert not (tmp_path / "d.idx").exists()
-    (tmp_path / "d.partial" / "00002.bin.tmp").write_bytes(b"half of a part")
-    tokenize(config(corpus[0], tmp_path / "d", tokenizer))
-    assert "2 of 3 files were done before" in capsys.readouterr().out
-    tokenize(config(corpus[0], tmp_path / "whole", tokenizer))
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"d{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    assert not (tmp_path / "d.partial").exists()
-
-
 def change(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -292,11 +292,6 @@ def test_a_process_that_ends_without_a_word_ends_the_run(corpus, tmp_path):
         list(workers.make(job, files, [0], 1, lambda *_: None))
 
 
-def test_the_command_line_ends_with_the_message_alone(tmp_path):
-    with pytest.raises(SystemExit, match="error: --input '/nothing' matches no file"):
-        main(["--input", "/nothing", "--output", str(tmp_path / "d"), "--train-tokenizer"])
-
-
 def test_the_command_that_trains_survives_a_shell():
     train = "train on it with: python train.py --data 'data/my corpus; rm'"
     assert advice("data/my corpus; rm") == train
