@@ -36,6 +36,11 @@ def quantizer_inputs(
         numbers[..., :BLOCK] *= 2.0**-134
     chance = rng.random(whole)
     x = np.select([chance < 0.001, chance < 0.002], [np.nan, np.inf], numbers).astype(dtype)
+    return {"x": x, "scalars": _scalars(sides)}
+
+
+def _scalars(sides: tuple[InputOptions | None, InputOptions | None]) -> np.ndarray:
+    """Returns the keys and signs of rows and columns, uint32 [1, 15], at the start of the whole tensor."""
     scalars = np.zeros((1, 15), np.uint32)
     for i, side in enumerate(sides):
         if side and side["rounding"] == "stochastic":
@@ -43,7 +48,7 @@ def quantizer_inputs(
         if side and side["signs"] != "none":
             signs = np.tile(_random_signs(i, side), SIGNS // side["rotation"])
             scalars[0, 6 * i + 2 : 6 * i + 6] = np.packbits(signs < 0).view(">u4")
-    return {"x": x, "scalars": scalars}
+    return scalars
 
 
 def _random_key(side: int) -> jax.Array:
@@ -98,7 +103,12 @@ def _quantize(x: np.ndarray, i: int, side: InputOptions) -> tuple[np.ndarray, np
     return words, scales
 
 
-def normed_inputs(*, shape: list[int], **_: object) -> Arrays:
+def normed_inputs(*, rows: InputOptions, columns: InputOptions, **options: Any) -> Arrays:
+    """Draws a norm's operands, and what the sides draw."""
+    return _normed(**options) | {"scalars": _scalars((rows, columns))}
+
+
+def _normed(*, shape: list[int], **_: object) -> Arrays:
     """Draws small integers and powers of two, so that products are exact."""
     rng, (r, c) = np.random.default_rng(0), shape
     x, scale = rng.integers(-8, 9, (1, r, c)), rng.integers(1, 5, (1, c))
@@ -112,7 +122,12 @@ def normed_outputs(inputs: Arrays, *, rows: InputOptions, columns: InputOptions,
     return _quantized_both(x * factors[..., None] * scale[:, None, :], rows, columns)
 
 
-def gated_inputs(*, shape: list[int], of_gradient: bool, **_: object) -> Arrays:
+def gated_inputs(*, rows: InputOptions, columns: InputOptions, **options: Any) -> Arrays:
+    """Draws SwiGLU's operands, and what the sides draw."""
+    return _gated(**options) | {"scalars": _scalars((rows, columns))}
+
+
+def _gated(*, shape: list[int], of_gradient: bool, **_: object) -> Arrays:
     """Draws a product and a gradient whose values are small integers, but for the gate, which is 0 or large.
 
     There the logistic function is 0.5, 0 or 1, so that values do not depend on how it is computed.
@@ -188,11 +203,11 @@ def cast_outputs(
 
 
 def cast_computed_inputs(*, kind: str, shape: list[int], largest: list[float], **_: object) -> Arrays:
-    """Draws as `normed_inputs` or `gated_inputs`, with one power of two for a product, and the scales."""
+    """Draws as `_normed` or `_gated`, with one power of two for a product, and the scales."""
     if kind == "normed":
-        arrays = normed_inputs(shape=shape)
+        arrays = _normed(shape=shape)
     else:
-        drawn = gated_inputs(shape=shape, of_gradient=kind == "gradient")
+        drawn = _gated(shape=shape, of_gradient=kind == "gradient")
         arrays = {"product": drawn["product"], "factor": np.array([2], np.float32)}
         if kind == "gradient":
             arrays |= {"gradient": drawn["gradient"], "gradient_factor": np.array([2**-7], np.float32)}

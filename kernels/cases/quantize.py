@@ -79,7 +79,8 @@ _RCEIL: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), Rotation(32
 _CEIL: _Side = (Operand(scale_rule="rceil"), None)
 _CEIL_DRAWN: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), None)
 _PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
-_COMPUTED_SIDES: list[_Sides] = [(_PLAIN, _PLAIN), (_PLAIN, _H16)]
+_SIGNED: _Side = (Operand(), Rotation(16, "redrawn"))
+_COMPUTED_SIDES: list[_Sides] = [(_PLAIN, side) for side in (_PLAIN, _H16, _SIGNED, _STOCHASTIC)]
 _PAIRS: list[_Sides] = [*_COMPUTED_SIDES, (None, _H16), (_STOCHASTIC, _STOCHASTIC), (_CEIL, _CEIL_DRAWN)]
 _COMPUTED: dict[ComputedKind, tuple[int, int]] = {
     "normed": (8192, 4096),
@@ -99,7 +100,7 @@ _EDGE_SIDES: list[tuple[str, _Sides, Form]] = [
 _PACKED_SIDES: list[_Sides] = [
     *((_PLAIN, None), (_H16, None), (None, _PLAIN), (None, _H16)),
     *((_PLAIN, _STOCHASTIC), (_STOCHASTIC, _STOCHASTIC), (_SQUARE, _SQUARE)),
-    *((_PLAIN, (Operand(), Rotation(16, "redrawn"))), (_PLAIN, _H128), (_H128, _H128)),
+    *((_PLAIN, _SIGNED), (_PLAIN, _H128), (_H128, _H128)),
 ]
 _OTHER_SIDES: list[tuple[str, _Sides, Form]] = [
     *(("bfloat16", sides, "packed") for sides in _PACKED_SIDES),
@@ -154,6 +155,8 @@ def computed_build(kind: ComputedKind, shape: tuple[int, int], sides: _Sides) ->
         of_columns = "bfloat16" if kind == "normed" else "float32"
         types = ((1, r, n), "bfloat16"), ((1, r), "float32"), ((1, n), of_columns)
         arrays += [jax.ShapeDtypeStruct(*each) for each in types]
+    if columns in (_SIGNED, _STOCHASTIC):
+        arrays += [jax.ShapeDtypeStruct(n, "uint32") for n in ((1, SCALARS - 3), (r,))]
     [call] = calls_of(functools.partial(launch_computed, _pair(sides), kind), *arrays)
     return build_of(
         f"quantize_{_COMPUTED_NAMES[kind]}_{r}x{c}_columns_{_label(columns, 'packed')}",
