@@ -13,6 +13,7 @@ from gfx950.memory import BASE, Memory
 from gfx950.races import Accesses
 from support import code_objects
 from support.code_objects import EMULATED_GEMMS, LLAMA, STEP, build, elements_of, records, starting
+from support.marks import parametrize
 from support.programs import run_compiled
 
 from mxjax.kernels.cases import check, expected
@@ -21,7 +22,7 @@ from mxjax.kernels.matmul.tiles import TILES
 
 pytestmark = pytest.mark.slow
 
-LARGE_HEADS = pytest.param("attention_*_1x149x1x2x128_*", marks=pytest.mark.exhaustive)
+LARGE = ["grouped_rows_*_tile256x*", "attention_*_1x149x1x2x128_*"]  # emulated for long
 LATE = ("vmcnt", "lgkmcnt")
 GEMM_KERNELS = {"gemm_kernel", "grouped_rows_kernel", "grouped_sums_kernel"}
 
@@ -269,9 +270,11 @@ def assert_all_write_what_is_expected(records, folder, late=LATE):
         assert_writes_what_is_expected(record, text, inputs, wanted, seed=i, late=late, preloaded=preloaded)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "pattern",
-    [*EMULATED_GEMMS, *code_objects.EMULATED_QUANTIZERS, *code_objects.EMULATED_ATTENTION, LARGE_HEADS],
+    *(pattern for pattern in EMULATED_GEMMS if pattern not in LARGE),
+    *(*code_objects.EMULATED_QUANTIZERS, *code_objects.EMULATED_ATTENTION),
+    exhaustive=LARGE,
 )
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     assert_all_write_what_is_expected([gfx950[name] for name in fnmatch.filter(gfx950, pattern)], builds)

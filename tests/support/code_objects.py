@@ -24,7 +24,7 @@ EMULATED_GEMMS = [
     "gemm_2x*_tile*",
     *("gemm_1x1x1x32_*", "gemm_1x5x7x96_*", "gemm_1x64x64x256_*", "gemm_1x65x33x288_*"),
     *("gemm_1x256x256x512_*", "gemm_1x1100x70x32_*", "gemm_3x17x130x544_*"),
-    *("grouped_rows_*_tile*", "grouped_sums_*_tile*"),
+    *("grouped_rows_*_tile[16]*", "grouped_rows_*_tile256x*", "grouped_sums_*_tile*"),
 ]
 EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("65x97", "3x40x70")]
 MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "1x33", "32x32", "33x1", "128x128", "256x256")]
