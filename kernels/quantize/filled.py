@@ -18,7 +18,7 @@ from mxjax.kernels.matmul.grouped_kernel import place_of
 from mxjax.kernels.mesh import partitioned
 from mxjax.kernels.quantize.hopper_tile import GROUP, quantize_tile
 from mxjax.kernels.quantize.launches import HOPPER_TILE, Pair, computed_launch_of, takes_computed
-from mxjax.kernels.quantize.quantizer import elements_of
+from mxjax.kernels.quantize.quantizer import elements_of, reads_scalars
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
 from mxjax.runtime.devices import current_target
@@ -28,7 +28,7 @@ def takes_filled(x: jax.Array, uses: list[OperandUse], run: int, length: int) ->
     """Whether `quantize_filled` runs here and takes x for these uses, in runs of `length` rows in all."""
     if len(uses) != 2 or x.dtype != jnp.bfloat16 or run % HOPPER_TILE.rows:
         return False
-    if any(use.has_places or use.has_signs or use.operand.rounding == "stochastic" for use in uses):
+    if any(use.has_places or reads_scalars(use) for use in uses):
         return False
     plain = all(use.form == "packed" and use.is_plain and use.reads is None for use in uses)
     rows, columns = uses

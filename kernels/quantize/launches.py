@@ -181,10 +181,9 @@ def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, in
     kernel = quantize_normed_kernel if kind == "normed" else quantize_gated_kernel
     tile, parts = HOPPER_TILE, 1
     if kind == "gradient":
-        # Without a rotation, or with signs, registers of higher tiles leave room for one program alone.
-        if columns.rotation and not columns.has_signs:
-            tile = Tile(256, 128, 8, GROUP.value)
         kernel, parts = quantize_gated_gradient_kernel, 2
+        if columns.rotation and not columns.has_signs:  # else registers leave room for one program alone
+            tile = Tile(256, 128, 8, GROUP.value)
     constants = {
         "R": r,
         "C": c,
@@ -219,12 +218,12 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
         return False
     wanted = [use for use in pair if use]
-    if columns is None or not all(map(_is_plain, wanted)) or (rows and rows.rotation):
-        return False
-    if any(map(carry_of, wanted)) and not _is_stochastic(columns):
+    if columns is None or not all(map(_is_plain, wanted)):
         return False
     # Random bits of rows, or beside a rotation, need too many registers.
-    if rows and _is_stochastic(rows):
+    if rows and (rows.rotation or _is_stochastic(rows)):
+        return False
+    if any(map(carry_of, wanted)) and not _is_stochastic(columns):
         return False
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 
@@ -240,8 +239,7 @@ def carry_of(use: OperandUse) -> int:
 
 def _is_plain(use: OperandUse) -> bool:
     """Whether the use has 1-D blocks and not the rule `quest`, and no prescale."""
-    o = use.operand
-    return not _is_quest(use) and not o.prescale and not o.is_square
+    return not (_is_quest(use) or use.operand.prescale or use.operand.is_square)
 
 
 def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def launch_pair(
     for rows, columns in launched_pairs(pair, target):
         wanted = (rows, rows, columns, columns)
         launch = launch_of((rows, columns), form, target, x.shape, x.dtype, whole)
-        reads = any(map(_reads_scalars, wanted))
+        reads = any(map(reads_scalars, wanted))
         read, stride = placed_scalars(reads, x, scalars, places)
         written = run_launch(launch, x, read, **stride)
         results += [y for y, use in zip(written, wanted, strict=True) if use]
@@ -195,7 +195,7 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     n = n // 2 if kind == "gated" else n
     v = math.prod(batch)
     run = _computed_quantizer((rows.options, columns.options), kind)
-    drawn = _reads_scalars(columns)
+    drawn = reads_scalars(columns)
     if drawn and batch:
         raise ValueError(f"quantize_computed draws for a matrix alone, got {arrays[0].shape}")
     scalars = [jnp.concatenate([scalars_of(rows), scalars_of(columns)])[None]] if drawn else []
@@ -285,5 +285,6 @@ def launch_computed(pair: Pair, kind: ComputedKind, *arrays: jax.Array) -> list[
     return run_launch(launch, *given, read, **stride, **options)
 
 
-def _reads_scalars(use: OperandUse | None) -> bool:
+def reads_scalars(use: OperandUse | None) -> bool:
+    """Whether kernels read a key or signs for a use."""
     return use is not None and (use.operand.rounding == "stochastic" or use.has_signs)
