@@ -15,7 +15,7 @@ from mxjax.kernels.quantize.fp8 import launch_cast
 from mxjax.kernels.quantize.fp8_computed import launch_computed_cast
 from mxjax.kernels.quantize.kernel import SCALARS, Form
 from mxjax.kernels.quantize.launches import ComputedKind, Pair, launched_pairs
-from mxjax.kernels.quantize.quantizer import FORM_DTYPES, launch_computed, launch_pair
+from mxjax.kernels.quantize.quantizer import FORM_DTYPES, launch_computed, launch_pair, reads_scalars
 from mxjax.numerics.formats import BLOCK
 from mxjax.numerics.operand import Operand
 from mxjax.operands.use import OperandUse
@@ -80,8 +80,12 @@ _CEIL: _Side = (Operand(scale_rule="rceil"), None)
 _CEIL_DRAWN: _Side = (Operand(scale_rule="rceil", rounding="stochastic"), None)
 _PRESCALED: _Side = (Operand(prescale=0.75, block_shape=(BLOCK, BLOCK)), None)
 _SIGNED: _Side = (Operand(), Rotation(16, "redrawn"))
-_COMPUTED_SIDES: list[_Sides] = [(_PLAIN, side) for side in (_PLAIN, _H16, _SIGNED, _STOCHASTIC)]
-_PAIRS: list[_Sides] = [*_COMPUTED_SIDES, (None, _H16), (_STOCHASTIC, _STOCHASTIC), (_CEIL, _CEIL_DRAWN)]
+_COMPUTED_SIDES: list[_Sides] = [
+    *((_PLAIN, side) for side in (_PLAIN, _H16, _SIGNED, _STOCHASTIC)),
+    ((Operand(scale_rule="even"), None), (Operand(scale_rule="even"), Rotation(16))),
+    (_CEIL, _CEIL_DRAWN),
+]
+_PAIRS: list[_Sides] = [*_COMPUTED_SIDES, (None, _H16), (_STOCHASTIC, _STOCHASTIC)]
 _COMPUTED: dict[ComputedKind, tuple[int, int]] = {
     "normed": (8192, 4096),
     "gated": (8192, 14336),
@@ -155,7 +159,7 @@ def computed_build(kind: ComputedKind, shape: tuple[int, int], sides: _Sides) ->
         of_columns = "bfloat16" if kind == "normed" else "float32"
         types = ((1, r, n), "bfloat16"), ((1, r), "float32"), ((1, n), of_columns)
         arrays += [jax.ShapeDtypeStruct(*each) for each in types]
-    if columns in (_SIGNED, _STOCHASTIC):
+    if reads_scalars(_pair(sides)[1]):
         arrays += [jax.ShapeDtypeStruct(n, "uint32") for n in ((1, SCALARS - 3), (r,))]
     [call] = calls_of(functools.partial(launch_computed, _pair(sides), kind), *arrays)
     return build_of(

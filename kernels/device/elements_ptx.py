@@ -119,17 +119,20 @@ def _largest_pairs(elements: int, exponent_only: bool) -> str:
 
 
 @triton.constexpr_function
-def largest_floats_text(elements: int) -> str:
-    """Returns PTX for one group, $1 …: one half of `m` gets the power of two in the largest one's binade.
+def largest_floats_text(elements: int, *, exponent_only: bool) -> str:
+    """Returns PTX for one group, $1 …: one half of `m` gets the upper half of the largest magnitude.
+
+    With `exponent_only` it gets the power of two in its binade.
 
     It pairs elements as the encoding does, so that the compiler pairs them once.
     """
+    mask, larger = ("0x7F807F80", "max.bf16x2") if exponent_only else ("0x7FFF7FFF", "max.u16x2")
     text = "{\n.reg .b32 m, t;\n"
     for i in range(0, elements, 8):
         for k in range(i, i + 4):
             into = "t" if k else "m"
-            text += f"prmt.b32 {into}, ${k + 1}, ${k + 5}, 0x7632;\nand.b32 {into}, {into}, 0x7F807F80;\n"
-            text += "max.bf16x2 m, m, t;\n" if k else ""
+            text += f"prmt.b32 {into}, ${k + 1}, ${k + 5}, 0x7632;\nand.b32 {into}, {into}, {mask};\n"
+            text += f"{larger} m, m, t;\n" if k else ""
     return text
 
 

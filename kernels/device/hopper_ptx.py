@@ -29,29 +29,30 @@ def _largest(words: int, exponent_only: bool) -> str:
 
 
 @triton.constexpr_function
-def _largest_floats(elements: int) -> str:
-    return largest_floats_text(elements) + "mov.b32 $0, m;\n}"
+def _largest_floats(elements: int, exponent_only: bool) -> str:
+    return largest_floats_text(elements, exponent_only=exponent_only) + "mov.b32 $0, m;\n}"
 
 
 @triton.constexpr_function
 def _scales(folded: int, carry: int) -> str:
+    most = 128 * (2 + folded)  # E2M1's largest exponent is 2
     if carry:
         # Infinity and NaN become 256 for a byte before E2M1's largest exponent, 2, is subtracted.
         return f"""{{
-.reg .b32 t, carry, one, last, two;
+.reg .b32 t, carry, one, last, most;
 mov.b32 carry, {carry >> 16 << 16 | carry >> 16};
 mov.b32 one, 0x00800080;
 mov.b32 last, 0x80008000;
-mov.b32 two, 0x01000100;
+mov.b32 most, {most << 16 | most};
 add.s16x2 t, $1, one;
 add.s16x2 carry, $1, carry;
 lop3.b32 t, t, carry, last, 0xE4;
 and.b32 t, t, 0xFF80FF80;
 min.u16x2 t, t, last;
-max.u16x2 t, t, two;
-sub.u32 $0, t, two;
+max.u16x2 t, t, most;
+sub.u32 $0, t, most;
 }}"""
-    less = 0x10000 - 128 * (2 + folded)  # E2M1's largest exponent is 2
+    less = 0x10000 - most
     return f"""{{
 .reg .b32 less, zero;
 mov.b32 less, {less << 16 | less};
@@ -149,9 +150,12 @@ def largest_pair(ws, WORDS: tl.constexpr, CARRY: tl.constexpr):
 
 
 @triton.jit
-def largest_floats(xs, ELEMENTS: tl.constexpr):
-    """Returns powers of two in both halves; one is that in the binade of the largest of float32 tensors."""
-    TEXT: tl.constexpr = _largest_floats(ELEMENTS)
+def largest_floats(xs, ELEMENTS: tl.constexpr, CARRY: tl.constexpr):
+    """Returns two halves, one of which is the upper half of the largest magnitude of float32 tensors.
+
+    If CARRY is 0 it is the power of two in its binade.
+    """
+    TEXT: tl.constexpr = _largest_floats(ELEMENTS, CARRY == 0)
     CONSTRAINTS: tl.constexpr = "=&r" + ",r" * ELEMENTS
     return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, xs, tl.int32, True, 1)
 
@@ -180,7 +184,7 @@ def pair_scales(largest, FOLDED: tl.constexpr, CARRY: tl.constexpr):
     """Returns the scales for the largest magnitudes in both halves, which are 2**FOLDED times too large.
 
     Where a magnitude is infinite or NaN the scale is 128 * (253 - FOLDED), which no other scale is; with a
-    CARRY, which needs FOLDED 0, it is 128 * 254.
+    CARRY 128 * (254 - FOLDED).
     """
     TEXT: tl.constexpr = _scales(FOLDED, CARRY)
     return tl.inline_asm_elementwise(TEXT, "=r,r", [largest], tl.int32, True, 1)

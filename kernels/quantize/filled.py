@@ -75,7 +75,8 @@ def _on_mesh(pair: Pair, run: int, length: int):
 def quantize_filled_kernel(
     x, experts, starts, ends, row_words, row_scales, column_words, column_scales, R, C: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr,
-    COLUMN_LENGTH, ROTATION: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr,
+    COLUMN_LENGTH, ROTATION: tl.constexpr, ROW_CARRY: tl.constexpr, COLUMN_CARRY: tl.constexpr,
+    SEEN: tl.constexpr, RUN: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the rows of x [rows, C] in R / RUN runs along columns and rows.
 
@@ -92,5 +93,6 @@ def quantize_filled_kernel(
     out = (row_words, row_scales, column_words, column_scales)
     place = (tl.program_id(2).to(tl.int64), tile * BLOCK_R, c0)
     quantize_tile(
-        loaded, out, place, None, None, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH, ROTATION
-    )
+        loaded, out, place, None, None, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
+        ROTATION, ROW_CARRY, COLUMN_CARRY, SEEN,
+    )  # fmt: skip

@@ -1,10 +1,9 @@
 """Hopper's quantizer kernels for training's common case: bfloat16, quantized along columns or both axes.
 
-They compute the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands and the
-rule `floor`; columns may be rotated by H4 or H16, with signs or without, or else rounded stochastically.
-`mxjax.kernels.quantize.launches` chooses. One kernel reads the tensor itself, and rounds stochastically by
-other rules too. The others compute it where they quantize it (`mxjax.operands.computed`), so that its values
-are never stored.
+They compute the same as `mxjax.kernels.quantize.kernel` in fewer instructions, for packed operands. Columns
+may be rotated by H4 or H16, with signs or without, or else rounded stochastically.
+`mxjax.kernels.quantize.launches` chooses. One kernel reads the tensor itself. The others compute it where
+they quantize it (`mxjax.operands.computed`), so that its values are never stored.
 """
 
 import triton
@@ -45,7 +44,7 @@ def quantize_pairs_kernel(
       COLUMN_STOCHASTIC: whether rounding is stochastic.
       ROTATION: size of the columns' rotation: 1, 4 or 16.
       COLUMN_SIGNS: whether it has signs.
-      ROW_CARRY, COLUMN_CARRY: carries of the scale rules; 0 if columns are rotated.
+      ROW_CARRY, COLUMN_CARRY: carries of the scale rules; that of rotated columns has 16 low bits of 0.
       SEEN: whether columns are quantized from the values of the quantized rows, of a rule with a carry.
     """
     if ALONG_ROWS:
@@ -74,7 +73,8 @@ def quantize_normed_kernel(
     x, factors, scale, scalars, row_words, row_scales, column_words, column_scales, R,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
     ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr, ROW_CARRY: tl.constexpr, COLUMN_CARRY: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
     """Quantizes x * factors * scale along its columns and its rows. Each product is rounded to bfloat16.
 
@@ -84,6 +84,7 @@ def quantize_normed_kernel(
 
     Args:
       STOCHASTIC, SIGNS: whether columns are rounded stochastically, and whether their rotation has signs.
+      ROW_CARRY, COLUMN_CARRY, SEEN: see `quantize_pairs_kernel`.
     """
     r0, c0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
@@ -105,7 +106,7 @@ def quantize_normed_kernel(
     signs = signs_at(scalars, SIGNS)
     quantize_tile(
         loaded, out, place, random, signs, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
-        ROTATION,
+        ROTATION, ROW_CARRY, COLUMN_CARRY, SEEN,
     )  # fmt: skip
 
 
@@ -114,7 +115,8 @@ def quantize_gated_kernel(
     product, row_factors, column_factors, scalars, row_words, row_scales, column_words, column_scales, R,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EXACT: tl.constexpr,
     ROW_LENGTH: tl.constexpr, COLUMN_LENGTH, ROTATION: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr, ROW_CARRY: tl.constexpr, COLUMN_CARRY: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
     """Quantizes silu(gate) * up [V, R, C] of a product [V, R, 2 C] along its columns and its rows.
 
@@ -143,7 +145,7 @@ def quantize_gated_kernel(
     signs = signs_at(scalars, SIGNS)
     quantize_tile(
         loaded, out, place, random, signs, R, C, C, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH, COLUMN_LENGTH,
-        ROTATION,
+        ROTATION, ROW_CARRY, COLUMN_CARRY, SEEN,
     )  # fmt: skip
 
 
@@ -153,7 +155,8 @@ def quantize_gated_gradient_kernel(
     row_words, row_scales, column_words, column_scales, R, C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH,
     ROTATION: tl.constexpr, SCALARS_STRIDE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr, ROW_CARRY: tl.constexpr, COLUMN_CARRY: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the gradient [V, R, 2 C] of a product, from that of its silu(gate) * up [V, R, C].
 
@@ -187,7 +190,7 @@ def quantize_gated_gradient_kernel(
     signs = signs_at(scalars, SIGNS)
     quantize_tile(
         loaded, out, place, random, signs, R, 2 * C, end, BLOCK_R, BLOCK_C, EXACT, ROW_LENGTH,
-        COLUMN_LENGTH, ROTATION,
+        COLUMN_LENGTH, ROTATION, ROW_CARRY, COLUMN_CARRY, SEEN,
     )  # fmt: skip
 
 

@@ -32,8 +32,7 @@ GROUP = tl.constexpr(16)  # rows per thread
 def quantize_tile(
     loaded, out, place, random, signs, R, C: tl.constexpr, c_end, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, EXACT: tl.constexpr, ROW_LENGTH: tl.constexpr, COLUMN_LENGTH,
-    ROTATION: tl.constexpr, ROW_CARRY: tl.constexpr = 0, COLUMN_CARRY: tl.constexpr = 0,
-    SEEN: tl.constexpr = False,
+    ROTATION: tl.constexpr, ROW_CARRY: tl.constexpr, COLUMN_CARRY: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the tile at a place (matrix, row, column) of a tensor [V, R, C].
 
@@ -178,12 +177,13 @@ def _quantize_two_columns(
             highs = highs + ((w & -65536).to(tl.float32, bitcast=True),)
         lows = rotate_groups(lows, ROTATION, GROUP, GROUPS, QUADS, 1)
         highs = rotate_groups(highs, ROTATION, GROUP, GROUPS, QUADS, 1)
-        largest = larger_halves(largest_floats(lows, GROUP), largest_floats(highs, GROUP), 0)
+        first, second = largest_floats(lows, GROUP, CARRY), largest_floats(highs, GROUP, CARRY)
+        largest = larger_halves(first, second, CARRY)
     else:
         largest = largest_pair(ws, GROUP, CARRY)
     largest = _largest_of_lanes(tl.reshape(largest, [GROUPS // 2, 2, QUADS]), 1, CARRY)
     pair = pair_scales(largest, FOLDED, CARRY)
-    NAN: tl.constexpr = 254 if CARRY else 253 - FOLDED
+    NAN: tl.constexpr = (254 if CARRY else 253) - FOLDED
     low_byte, low_nan = _bytes(pair, 0, NAN)
     high_byte, high_nan = _bytes(pair, 1, NAN)
     low_nan, high_nan = _along_columns(low_nan, GROUPS, QUADS), _along_columns(high_nan, GROUPS, QUADS)

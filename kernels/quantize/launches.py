@@ -155,7 +155,7 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
         whole blocks.
     """
     rows, columns = pair
-    if rows is None or columns is None or columns.reads or carry_of(rows) or carry_of(columns):
+    if rows is None or columns is None or (columns.reads and not _gives_seen(rows)):
         return False
     if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
@@ -164,9 +164,18 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
 
 def takes_twice(pair: Pair, target: Target | None, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     """Whether one launch packs a tensor along its rows, and along its columns what that left of it."""
-    rows, _ = pair
-    hopper = rows is not None and carry_of(rows) > 0 and _hopper_takes(pair, target, shape[-1], dtype)
-    return hopper and fit(pair, "packed", target, shape, dtype)
+    rows, columns = pair
+    if rows is None or columns is None or not _gives_seen(rows):
+        return False
+    return _hopper_takes(pair, target, shape[-1], dtype) and fit(pair, "packed", target, shape, dtype)
+
+
+def _gives_seen(rows: OperandUse) -> bool:
+    """Whether Hopper's kernels can quantize along columns what these rows left.
+
+    They decode scales of a rule with a carry, where NaN has another byte than without one.
+    """
+    return carry_of(rows) > 0
 
 
 def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, int]) -> Launch:
@@ -182,7 +191,8 @@ def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, in
     tile, parts = HOPPER_TILE, 1
     if kind == "gradient":
         kernel, parts = quantize_gated_gradient_kernel, 2
-        if columns.rotation and not columns.has_signs:  # else registers leave room for one program alone
+        # With signs or a carry registers would leave room for one such program alone.
+        if columns.rotation and not columns.has_signs and not carry_of(columns):
             tile = Tile(256, 128, 8, GROUP.value)
     constants = {
         "R": r,
@@ -193,6 +203,9 @@ def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, in
         "ROW_LENGTH": rows.padded(parts * c),
         "COLUMN_LENGTH": columns.padded(r),
         "ROTATION": columns.rotation_size,
+        "ROW_CARRY": carry_of(rows),
+        "COLUMN_CARRY": carry_of(columns),
+        "SEEN": columns.reads is not None,
     }
     grid = (parts * ceil_div(c, tile.columns), ceil_div(r, tile.rows), v)
     return Launch(kernel, _outputs(pair, "packed", (v,), r, parts * c), grid, tile.warps, constants)
@@ -223,7 +236,8 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     # Random bits of rows, or beside a rotation, need too many registers.
     if rows and (rows.rotation or _is_stochastic(rows)):
         return False
-    if any(map(carry_of, wanted)) and not _is_stochastic(columns):
+    # Of rotated float32 the kernel reads upper halves, which decide if those of the carry are all of it.
+    if columns.rotation and carry_of(columns) & 0xFFFF:
         return False
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
 

@@ -183,7 +183,7 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
 
     Args:
       x: made of tensors in bfloat16; products may have factors or not.
-      rows, columns: uses that `takes_computed` accepts, along -1 and -2.
+      rows, columns: uses that `takes_computed` accepts, along -1 and -2; columns may read what rows left.
     Raises:
       TypeError: a tensor in another dtype.
     """
@@ -194,7 +194,8 @@ def quantize_computed(x: Computed, rows: OperandUse, columns: OperandUse) -> lis
     *batch, r, n = arrays[0].shape
     n = n // 2 if kind == "gated" else n
     v = math.prod(batch)
-    run = _computed_quantizer((rows.options, columns.options), kind)
+    reads = rows.options if columns.reads else None
+    run = _computed_quantizer((rows.options, columns.options._replace(reads=reads)), kind)
     drawn = reads_scalars(columns)
     if drawn and batch:
         raise ValueError(f"quantize_computed draws for a matrix alone, got {arrays[0].shape}")

@@ -1,13 +1,13 @@
 """Products fused with what precedes them: `normed_dot` (RMSNorm) and `fused_mlp` (RMSNorm, SwiGLU between
 two).
 
-The norm's result, silu(gate) * up and the gradient of the first product are computed where they are
-quantized, so that none of them is stored.
+The norm's result, silu(gate) * up and, where a kernel can, the gradient of the first product are computed
+where they are quantized, so that none of them is stored.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +76,17 @@ def fuses_norm(options: Options, tokens: int, width: int) -> bool:
     Args:
       tokens, width: the shape of the norm's result.
     """
+    policy = options.policy
+    return not gradients_read_tensors(policy)[0] and prepares_computed(*_uses_of_x(options), tokens, width)
+
+
+def _uses_of_x(options: Options) -> tuple[OperandUse, OperandUse]:
+    """Returns what Fprop and Wgrad take of x, without random bits."""
     policy, gemms, *_ = options
-    if gradients_read_tensors(policy)[0] or policy.wgrad.lhs.source != "original":
-        return False
     rows = OperandUse(-1, policy.fprop.lhs, policy.fprop.rotation, form=form_of(gemms.fprop))
-    columns = OperandUse(-2, policy.wgrad.lhs, policy.wgrad.rotation, form=form_of(gemms.wgrad))
-    return prepares_computed(rows, columns, tokens, width)
+    reads = rows if policy.wgrad.lhs.source == "dequantized" else None
+    wgrad = policy.wgrad.lhs, policy.wgrad.rotation
+    return rows, OperandUse(-2, *wgrad, form=form_of(gemms.wgrad), reads=reads)
 
 
 def fused_mlp(
@@ -145,34 +150,41 @@ def _products(
 
 
 def _fuses(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
-    """Whether kernels compute SwiGLU here.
+    """Whether a kernel computes SwiGLU here.
 
-    They do on Hopper, for operands that nothing else reads, and not where a mesh shards the MLP's width: for
+    It does on Hopper, for operands that nothing else reads, and not where a mesh shards the MLP's width: for
     those that its quantizer packs, from products whose factors are powers of two, and for those in FP8 with
     delayed scales, from products with one factor.
 
     Args:
       tokens, width: the shape of silu(gate) * up.
     """
-    (up, up_gemms, *_), (down, down_gemms, *_) = of_up, of_down
-    if not width or gradients_read_tensors(down)[0] or down.wgrad.lhs.source != "original":
-        return False
-    if any(operand.prescale for gemm in (up.fprop, down.dgrad) for operand in (gemm.lhs, gemm.rhs)):
-        return False
-    in_fp8 = [gemm == "fp8_tensor" for gemm in (up_gemms.fprop, down_gemms.dgrad)]
-    if any(in_fp8) != all(in_fp8) or all(in_fp8) != (form_of(down_gemms.fprop) == "fp8"):
+    if not width or gradients_read_tensors(of_down.policy)[0]:
         return False
     if not all(sums_on_each_device(options.layout) for options in (of_up, of_down)):
         return False
-    result = (
-        OperandUse(-1, down.fprop.lhs, down.fprop.rotation, form=form_of(down_gemms.fprop)),
-        OperandUse(-2, down.wgrad.lhs, down.wgrad.rotation, form=form_of(down_gemms.wgrad)),
-    )
-    gradient = (
-        OperandUse(-1, up.dgrad.lhs, up.dgrad.rotation, form=form_of(up_gemms.dgrad)),
-        OperandUse(-2, up.wgrad.rhs, up.wgrad.rotation, form=form_of(up_gemms.wgrad)),
-    )
-    return all(prepares_gated(*uses, tokens, width) for uses in (result, gradient))
+    rows, columns = _uses_of_x(of_down)
+    return _kernels_read([(of_up, "fprop")], rows) and prepares_gated(rows, columns, tokens, width)
+
+
+def _fuses_gradient(of_up: Options, of_down: Options, tokens: int, width: int) -> bool:
+    """Whether a kernel computes SwiGLU's gradient too, where one computes SwiGLU; see `_fuses`."""
+    policy, gemms, *_ = of_up
+    rows = OperandUse(-1, policy.dgrad.lhs, policy.dgrad.rotation, form=form_of(gemms.dgrad))
+    columns = OperandUse(-2, policy.wgrad.rhs, policy.wgrad.rotation, form=form_of(gemms.wgrad))
+    read = _kernels_read([(of_up, "fprop"), (of_down, "dgrad")], rows)
+    return read and prepares_gated(rows, columns, tokens, width)
+
+
+def _kernels_read(products: Sequence[tuple[Options, Literal["fprop", "dgrad"]]], use: OperandUse) -> bool:
+    """Whether the kernels that compute an operand for a use take these GEMMs' products with their factors."""
+    for options, name in products:
+        gemm = options.policy.gemms[name]
+        if gemm.lhs.prescale or gemm.rhs.prescale:
+            return False
+        if (getattr(options.gemms, name) == "fp8_tensor") != (use.form == "fp8"):
+            return False
+    return True
 
 
 class FusedOptions(NamedTuple):
@@ -180,10 +192,12 @@ class FusedOptions(NamedTuple):
 
     Attributes:
       eps: of the norm; 0 without one.
+      gradient: whether a kernel computes SwiGLU's gradient.
     """
 
     products: tuple[Options, ...]
     eps: float
+    gradient: bool
 
 
 def _run(
@@ -200,7 +214,10 @@ def _run(
     delayed = tuple(s if p.policy.delayed else None for p, s in zip(products, scales, strict=True))
     arrays = jax.tree.leaves((x, weights, scale, drawn))
     x, given, scale = jax.tree.map(lambda t: varying_as(t, *arrays), (x, tuple(weights), scale))
-    y = _fused_products(FusedOptions(products, eps), x.reshape(-1, x.shape[-1]), given, scale, drawn, delayed)
+    x_rows = x.reshape(-1, x.shape[-1])
+    gradient = len(products) == 2 and _fuses_gradient(*products, len(x_rows), weights[-1].shape[0])
+    options = FusedOptions(products, eps, gradient)
+    y = _fused_products(options, x_rows, given, scale, drawn, delayed)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -227,7 +244,9 @@ def _fused_bwd(options: FusedOptions, kept, dy):
     dx, dw, amax = backward(options.products[-1], residuals[-1], dy)
     d_weights, largest = (dw,), (amax,)
     if made:
-        dx, dw, amax = backward(options.products[0], residuals[0], GatedGradient(made[0], dx))
+        gradient = GatedGradient(made[0], dx)
+        given = gradient if options.gradient else gradient.value()
+        dx, dw, amax = backward(options.products[0], residuals[0], given)
         d_weights, largest = (dw, *d_weights), (amax, *largest)
     dx, d_scale = varying_as(dx.value(options.products[0].dtypes[1]), dy), None
     if of_norm is not None:

@@ -202,7 +202,7 @@ def _kernel_takes(x: jax.Array, uses: Sequence[OperandUse], form: Literal["packe
 
 
 def prepares_gated(rows: OperandUse, columns: OperandUse, r: int, c: int) -> bool:
-    """Whether a kernel prepares `Gated` [r, c], and `GatedGradient` of it, for these two uses here."""
+    """Whether a kernel prepares `Gated` [r, c], or the `GatedGradient` of it, for these two uses here."""
     # Gate and up projection share no block of the gradient's rows.
     return c % BLOCK == 0 and prepares_computed(rows, columns, r, 2 * c)
 
@@ -217,7 +217,7 @@ def prepares_computed(rows: OperandUse, columns: OperandUse, r: int, c: int) -> 
     if rows.form == "fp8":
         from mxjax.kernels.quantize.fp8_computed import takes_computed as takes_in_fp8
 
-        return takes_in_fp8(rows, columns, target, r, c)
+        return columns.reads is None and takes_in_fp8(rows, columns, target, r, c)
     from mxjax.kernels.quantize.launches import takes_computed
 
     return takes_computed((rows, columns), target, r, c)

@@ -21,7 +21,7 @@ from mxjax.numerics.operand import Operand
 from mxjax.operands.computed import Gated, GatedGradient, Norm, normed, rms_norm, swiglu
 from mxjax.operands.kernel_operand import pack_by_definition
 from mxjax.operands.product import Product
-from mxjax.operands.use import OperandUse
+from mxjax.operands.use import OperandUse, dequantize_use
 from mxjax.policy import Rotation
 from mxjax.products import fused
 from mxjax.products.fused import fused_mlp, normed_dot
@@ -33,6 +33,9 @@ COLUMNS = [OperandUse(-2), OperandUse(-2, rotation=Rotation(4)), OperandUse(-2, 
 KEY = jax.random.key(1)
 DRAWN = OperandUse(-2, Operand(rounding="stochastic"), key=KEY)
 SIGNED = OperandUse(-2, rotation=Rotation(16, signs="redrawn"), signs=mxjax.random_signs(KEY, 16))
+EVEN = [OperandUse(-1, Operand(scale_rule="even")), OperandUse(-2, Operand(scale_rule="even"), Rotation(16))]
+RCEIL = OperandUse(-1, Operand(scale_rule="rceil"))
+SEEN = DRAWN._replace(operand=Operand(rounding="stochastic", scale_rule="rceil"), reads=RCEIL)
 H16 = mxjax.get_policy("wgrad_hadamard")
 LAYERS = "product", "mlp", "normed mlp"
 
@@ -53,31 +56,35 @@ def draw_operand(kind, r, c):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "columns", "most"),
+    ("kind", "shape", "uses", "most"),
     [
         *(
-            (kind, shape, columns, 1e-3)
+            (kind, shape, (ROWS, columns), 1e-3)
             for kind, shape in (("normed", (37, 136)), ("gated", (37, 160)), ("gradient", (37, 160)))
             for columns in (COLUMNS if kind == "normed" else COLUMNS[::2])
         ),
-        ("normed", (128, 128), COLUMNS[2], 1e-3),
+        ("normed", (128, 128), (ROWS, COLUMNS[2]), 1e-3),
         *(
-            (kind, (37, 160), use, 1e-3)
+            (kind, (37, 160), uses, 1e-3)
             for kind in ("normed", "gated", "gradient")
-            for use in (SIGNED, DRAWN)
+            for uses in ((ROWS, SIGNED), (ROWS, DRAWN), EVEN, (RCEIL, SEEN))
+            if kind != "gradient" or uses[1] is not SEEN
         ),
-        *((kind, (256, 128), COLUMNS[2], 2e-3) for kind in ("gated", "gradient")),
+        *((kind, (256, 128), (ROWS, COLUMNS[2]), 2e-3) for kind in ("gated", "gradient")),
     ],
 )
-def test_it_quantizes_what_xla_computes(on_hopper, kind, shape, columns, most):
+def test_it_quantizes_what_xla_computes(on_hopper, kind, shape, uses, most):
     """Whole tiles, and edges on both axes: rows end in a group, a block and a tile, columns in a tile."""
 
     @jax.jit
     def both(x):
         # Without a barrier XLA leaves out roundings between what is computed and the definition.
         values = jax.lax.optimization_barrier(x.value())
-        wanted = [pack_by_definition(values, use) for use in (ROWS, columns)]
-        return jax.tree.leaves(quantize_computed(x, ROWS, columns)), jax.tree.leaves(wanted)
+        wanted = [
+            pack_by_definition(dequantize_use(values, use.reads) if use.reads else values, use)
+            for use in uses
+        ]
+        return jax.tree.leaves(quantize_computed(x, *uses)), jax.tree.leaves(wanted)
 
     pairs = list(zip(*both(draw_operand(kind, *shape)), strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
@@ -157,6 +164,8 @@ def draw_layer(kind, tokens, d, width, spread=0):
     ("kind", "implementation", "policy"),
     *(
         ("product", "fp8_carriers", "wgrad_rht"),
+        ("product", "fp8_carriers", "tetrajet"),
+        ("mlp", "fp8_carriers", "lumen"),
         ("mlp", "fp8_carriers", "wgrad_hadamard"),
         ("product", None, "fp8_delayed"),
         ("normed mlp", None, "fp8_delayed"),
@@ -166,6 +175,7 @@ def draw_layer(kind, tokens, d, width, spread=0):
         ("normed mlp", "fp8_carriers", "wgrad_hadamard"),
         ("normed mlp", "fp8_carriers", "wgrad_rht"),
         ("normed mlp", "fp8_carriers", "wgrad_sr"),
+        ("normed mlp", "fp8_carriers", "tetrajet"),
     ],
 )
 def test_results_and_gradients_are_those_of_separate_steps(
@@ -261,7 +271,9 @@ NAME = "wgrad_hadamard"
                 (policies("wgrad_sr", "wgrad_rht"), True),
                 (policies("full_sr", "full_sr"), False),  # rows too
                 (policies("fprop_dgrad", "fprop_dgrad"), False),  # columns in bfloat16
-                (policies("bf16", NAME), False),
+                (policies("primus_turbo", "tetrajet"), True),
+                (policies("tetrajet", "primus_turbo"), True),
+                (policies("wgrad.lhs", "wgrad.lhs", scale_rule="rceil"), False),
                 ({"implementation": "xla"}, False),
                 ({"dtype": jnp.float32}, False),
                 ({"tokens": 0}, False),
@@ -271,17 +283,17 @@ NAME = "wgrad_hadamard"
         ),
         ("product", policies("fprop.lhs", NAME, gradient="clipped"), False),
         ("product", policies("wgrad.lhs", NAME, source="dequantized"), False),
-        ("product", policies("fprop.lhs", NAME, scale_rule="even"), False),
+        ("product", policies("bf16", NAME), False),
         ("product", policies("fprop.rhs", NAME, prescale=0.75), True),
         ("product", {"d": 36}, False),
+        ("mlp", policies("bf16", NAME), True),
         ("mlp", policies(NAME, "bf16"), False),
         ("mlp", policies(NAME, "fprop.lhs", gradient="clipped"), False),
         ("mlp", policies("fprop.lhs", NAME, gradient="clipped"), True),
         ("mlp", policies(NAME, "wgrad.lhs", source="dequantized"), False),
-        ("mlp", policies("dgrad.lhs", NAME, scale_rule="even"), False),
-        ("mlp", policies(NAME, "dgrad.lhs", scale_rule="even"), True),
+        ("mlp", policies("dgrad.lhs", NAME, rounding="stochastic"), True),  # without the gradient
         ("mlp", policies("fprop.rhs", NAME, prescale=0.75), False),
-        ("mlp", policies(NAME, "dgrad.rhs", prescale=0.75), False),
+        ("mlp", policies(NAME, "dgrad.rhs", prescale=0.75), True),  # without the gradient
         ("mlp", policies(NAME, "fprop.rhs", prescale=0.75), True),
         ("mlp", {"width": 48}, False),  # gate and up share a block of the gradient's rows
         ("mlp", {"width": 0}, False),
@@ -308,10 +320,33 @@ def test_where_kernels_compute(kind, changes, fuses):
         assert (jax.eval_shape(run, *arguments) is not None) == fuses
 
 
+@pytest.mark.parametrize(
+    ("up", "down", "computes"),
+    [
+        *((mxjax.get_policy(name),) * 2 + (True,) for name in (NAME, "primus_turbo", "fp8_delayed")),
+        *((mxjax.get_policy(name),) * 2 + (False,) for name in ("lumen", "tetrajet")),
+        (mxjax.get_policy("bf16"), H16, False),
+        (with_operand(H16, "dgrad", "lhs", rounding="stochastic"), H16, False),
+        (H16, with_operand(H16, "dgrad", "rhs", prescale=0.75), False),
+    ],
+)
+def test_where_kernels_compute_the_gradient(up, down, computes):
+    x, weights, nothing = (
+        jnp.ones((16, 32), jnp.bfloat16),
+        [jnp.ones((32, 64)), jnp.ones((32, 32))],
+        [None] * 2,
+    )
+    with use_target(Target("cuda", "sm_90")):
+        scales = [Scales(*map(jnp.float32, (1, 1, 1))) if p.delayed else None for p in (up, down)]
+        products = fused._products(x, weights, [up, down], [KEY] * 2, None, nothing, scales)
+        assert fused._fuses(*products, 16, 32)
+        assert fused._fuses_gradient(*products, 16, 32) == computes
+
+
 def test_an_mlp_whose_norm_no_kernel_computes(on_hopper):
-    """SwiGLU may be computed by kernels where the norm is not: its policy has one operand in another way."""
-    policy = with_operand(H16, "fprop", "lhs", scale_rule="even")
-    layer = jax.jit(lambda *arrays: make_layer("normed mlp", [], (policy, policy))(*arrays)[0])
+    """SwiGLU may be computed by kernels where the norm is not: the clipped gradient reads that."""
+    clipped = with_operand(H16, "fprop", "lhs", gradient="clipped")
+    layer = jax.jit(lambda *arrays: make_layer("normed mlp", [], (clipped, H16))(*arrays)[0])
     assert jnp.isfinite(layer(*draw_layer("normed mlp", (16,), 32, 32)))
 
 

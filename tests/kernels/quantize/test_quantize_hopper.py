@@ -30,7 +30,8 @@ ROWS_DRAWN, DRAWN = (
     OperandUse(axis, Operand(rounding="stochastic"), key=jax.random.key(3 - axis)) for axis in (-1, -2)
 )
 SIGNED = OperandUse(-2, rotation=Rotation(16, signs="redrawn"))
-COLUMNS = [PLAIN, OperandUse(-2, Operand(block_shape=32), Rotation(4)), H16, SIGNED, DRAWN]
+EVEN_H16 = OperandUse(-2, Operand(scale_rule="even"), Rotation(16))
+COLUMNS = [PLAIN, OperandUse(-2, Operand(block_shape=32), Rotation(4)), H16, SIGNED, EVEN_H16, DRAWN]
 KEYS = jax.random.split(jax.random.key(4), 2)
 HOPPER = Target("cuda", "sm_90")
 ELSEWHERE = [INTERPRETER, Target("cuda", "sm_89"), Target("cuda", "sm_100"), Target("hip", "gfx950")]
@@ -115,11 +116,13 @@ def test_stochastic_rounding(axis, form, prescale):
     assert_as_defined(x, use, form=form)
 
 
-def seen(rule, other="floor"):
-    """Returns uses as TetraJet's for a tensor: the second one reads what the first one left."""
+def seen(rule, other, rotation=None):
+    """Returns uses for a tensor: the second reads what the first left, as TetraJet's, or rotates that."""
     rows = OperandUse(-1, Operand(scale_rule=rule), form="packed")
-    columns = Operand(scale_rule=other, rounding="stochastic", source="dequantized")
-    return rows, OperandUse(-2, columns, key=jax.random.key(5), form="packed", reads=rows)
+    columns, key = Operand(scale_rule=other, source="dequantized"), None
+    if rotation is None:
+        columns, key = dataclasses.replace(columns, rounding="stochastic"), jax.random.key(5)
+    return rows, OperandUse(-2, columns, rotation, key=key, form="packed", reads=rows)
 
 
 def assert_quantized_twice(x, rows, columns):
@@ -130,15 +133,20 @@ def assert_quantized_twice(x, rows, columns):
 
 
 @pytest.mark.parametrize(
-    ("rule", "other", "kind"),
-    [("rceil", "rceil", "normal"), ("even", "floor", "special"), ("ceil", "uos", "grid")],
+    ("rule", "other", "kind", "rotation"),
+    [
+        ("rceil", "rceil", "normal", None),
+        ("even", "floor", "special", None),
+        ("ceil", "uos", "grid", None),
+        ("rceil", "even", "special", Rotation(16)),
+    ],
 )
-def test_one_read_for_columns_of_what_the_rows_left(rule, other, kind, monkeypatch):
+def test_one_read_for_columns_of_what_the_rows_left(rule, other, kind, rotation, monkeypatch):
     reads = mock.Mock(wraps=quantize_operands)
     monkeypatch.setattr(quantizer, "quantize_operands", reads)
     shape = (37, 136) if kind != "grid" else (2, 33, 264)
     x = draw_tensor(np.random.default_rng(11), shape, kind, "bfloat16")
-    uses = seen(rule, other)
+    uses = seen(rule, other, rotation)
     assert_quantized_twice(x, *uses)
     assert reads.call_count == 1
     rows, columns = (use.options for use in uses)
@@ -154,9 +162,10 @@ def test_all_bit_patterns_quantized_twice():
 
 
 @pytest.mark.parametrize("rule", ["even", "uos", "rceil", "ceil"])
-def test_random_bits_by_any_rule(rule):
-    rows, columns = OperandUse(-1, Operand(scale_rule=rule)), DRAWN.operand
-    columns = DRAWN._replace(operand=dataclasses.replace(columns, scale_rule=rule))
+@pytest.mark.parametrize("columns", [PLAIN, DRAWN])
+def test_any_rule(rule, columns):
+    rows = OperandUse(-1, Operand(scale_rule=rule))
+    columns = columns._replace(operand=dataclasses.replace(columns.operand, scale_rule=rule))
     assert kernel_of(rows, columns, (37, 136)) is quantize_pairs_kernel
     for kind in ("wide", "special", "grid"):
         assert_as_defined(draw_tensor(np.random.default_rng(12), (37, 136), kind, "bfloat16"), rows, columns)
@@ -236,9 +245,10 @@ def test_what_it_does_not_take_goes_to_the_general_kernel():
         *(kernel_of(ROWS, PLAIN, (64, 64), target=target) for target in ELSEWHERE),
         kernel_of(ROWS, OperandUse(-2, Operand(rounding="stochastic"), Rotation(16)), (64, 64)),
         kernel_of(ROWS_DRAWN, H16, (64, 64)),
+        kernel_of(ROWS, OperandUse(-2, Operand(scale_rule="rceil"), Rotation(16)), (64, 64)),
         *(
             kernel_of(ROWS, OperandUse(-2, Operand(**options)), (64, 64))
-            for options in ({"scale_rule": "even"}, {"prescale": 0.75}, {"block_shape": (32, 32)})
+            for options in ({"prescale": 0.75}, {"block_shape": (32, 32)})
         ),
         kernel_of(ROWS, PLAIN, (64, 64), form="bf16"),
     ]
