@@ -30,10 +30,10 @@ LADDER_GROUP = ("60m", "tuned-60m")
 """Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
-    "60m, 64 x 512": ["ladder-60m-1f9899f.json", "ladder-60m-cd0dbc0.json"],
-    "125m, 64 x 512": ["125m-76c3caa.json"],
+    "60m, 64 x 512": ["60m-9105004.json"],
+    "125m, 64 x 512": ["125m-9105004.json"],
     "350m, 64 x 512": ["ladder-350m-1f9899f.json", "ladder-350m-4df88e2.json"],
-    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-76c3caa.json"],
+    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-8aca9e4.json"],
     "Llama 3.1 8B, 2 x 8192, two GPUs": ["llama3.1-8b-2gpus-1f9899f.json"],
 }
 """The files by model and tokens; a line is of the first that has it, relative to bf16 there."""
