@@ -155,7 +155,7 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
         whole blocks.
     """
     rows, columns = pair
-    if rows is None or columns is None or (columns.reads and not _gives_seen(rows)):
+    if rows is None or columns is None:
         return False
     if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
@@ -164,18 +164,7 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
 
 def takes_twice(pair: Pair, target: Target | None, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     """Whether one launch packs a tensor along its rows, and along its columns what that left of it."""
-    rows, columns = pair
-    if rows is None or columns is None or not _gives_seen(rows):
-        return False
     return _hopper_takes(pair, target, shape[-1], dtype) and fit(pair, "packed", target, shape, dtype)
-
-
-def _gives_seen(rows: OperandUse) -> bool:
-    """Whether Hopper's kernels can quantize along columns what these rows left.
-
-    They decode scales of a rule with a carry, where NaN has another byte than without one.
-    """
-    return carry_of(rows) > 0
 
 
 def computed_launch_of(pair: Pair, kind: ComputedKind, shape: tuple[int, int, int]) -> Launch:
@@ -236,7 +225,10 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     # Random bits of rows, or beside a rotation, need too many registers.
     if rows and (rows.rotation or _is_stochastic(rows)):
         return False
-    # Of rotated float32 the kernel reads upper halves, which decide if those of the carry are all of it.
+    # What the rows left is decoded by scales with a carry, where NaN has another byte than without one.
+    if columns.reads and not (rows and carry_of(rows)):
+        return False
+    # Of rotated float32 the kernel reads upper halves, which suffice where the carry's lower half is 0.
     if columns.rotation and carry_of(columns) & 0xFFFF:
         return False
     return columns.rotation_size in ((1,) if _is_stochastic(columns) else (1, 4, 16))
