@@ -52,7 +52,7 @@ KINDS = {
     "quantize": r"quantize_(\w+_)?kernel|(draw|largest|cast)_kernel",
     "carrier": r"carry_(both_)?kernel",
     "correction": r"(sift|correct)_(experts_)?kernel",
-    "GEMM": r"(value|grouped)_(rows|sums)_kernel|scaled_blocks_kernel|gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk_|splitk",
+    "GEMM": r"(value|grouped)_(rows|sums)_|scaled_blocks|gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk|splitk",
     "copies": r"memcpy|memset",
     "elementwise": r"",
 }

@@ -72,6 +72,7 @@ def test_a_file_imports_its_neighbours(tmp_path, module):
         ("missing.json", "missing.json: No such file"),
         ("bad.json", "bad.json: wgrad.lhs.format must be a string"),
         (".json/", "unknown policy"),
+        ("own.jsn", "unknown policy 'own.jsn': a file of one is named FILE.json or FILE.py:NAME"),
         ("missing.py:own", "missing.py: No such file"),
         ("own.py", "write own.py:NAME"),
         ("own.py:other", "own.py has no mxjax.Policy called other; it has own"),

@@ -42,6 +42,8 @@ def load_policy(source: str) -> Policy:
         return _from_python(*found.groups())
     if source.endswith(".py"):
         raise ValueError(f"{source} may hold several policies; write {source}:NAME")
+    if pathlib.PurePath(source).suffix or os.sep in source:
+        raise ValueError(f"unknown policy {source!r}: a file of one is named FILE.json or FILE.py:NAME")
     return get_policy(source)
 
 
