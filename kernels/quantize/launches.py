@@ -154,10 +154,7 @@ def takes_computed(pair: Pair, target: Target | None, r: int, c: int) -> bool:
       r, c: its size; of SwiGLU's result and its gradient the size of the latter, both parts of which have
         whole blocks.
     """
-    rows, columns = pair
-    if rows is None or columns is None:
-        return False
-    if max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
+    if None in pair or max(r, c) >= LONGEST_AXIS or ceil_div(r, HOPPER_TILE.rows) > MOST_PROGRAMS:
         return False
     return _hopper_takes(pair, target, c, jnp.bfloat16)
 
@@ -220,7 +217,7 @@ def _hopper_takes(pair: Pair, target: Target | None, c: int, dtype: DTypeLike) -
     if conversion(target) != "sm_90" or jnp.dtype(dtype) != jnp.bfloat16 or c % 8:
         return False
     wanted = [use for use in pair if use]
-    if columns is None or not all(map(_is_plain, wanted)):
+    if columns is None or any(_is_quest(u) or u.operand.prescale or u.operand.is_square for u in wanted):
         return False
     # Random bits of rows, or beside a rotation, need too many registers.
     if rows and (rows.rotation or _is_stochastic(rows)):
@@ -241,11 +238,6 @@ def _is_quest(use: OperandUse) -> bool:
 def carry_of(use: OperandUse) -> int:
     """Returns the kernels' constant CARRY for a use's scale rule."""
     return QUEST.value if _is_quest(use) else rule_carry(use.operand.scale_rule, E2M1)
-
-
-def _is_plain(use: OperandUse) -> bool:
-    """Whether the use has 1-D blocks and not the rule `quest`, and no prescale."""
-    return not (_is_quest(use) or use.operand.prescale or use.operand.is_square)
 
 
 def _pairs_constants(pair: Pair, b: int, r: int, c: int, whole: tuple[int, int]) -> dict[str, Any]:

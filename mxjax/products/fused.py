@@ -81,7 +81,7 @@ def fuses_norm(options: Options, tokens: int, width: int) -> bool:
 
 
 def _uses_of_x(options: Options) -> tuple[OperandUse, OperandUse]:
-    """Returns what Fprop and Wgrad take of x, without random bits."""
+    """Returns the uses of x by the Fprop and by the Wgrad, without keys and signs."""
     policy, gemms, *_ = options
     rows = OperandUse(-1, policy.fprop.lhs, policy.fprop.rotation, form=form_of(gemms.fprop))
     reads = rows if policy.wgrad.lhs.source == "dequantized" else None
