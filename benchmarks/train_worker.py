@@ -49,7 +49,7 @@ TRACED_STEPS, LONGEST = 3, 15
 KINDS = {
     "collectives": r"nccl|rccl|all_?reduce_kernel|ragged_all_to_all",
     "attention": r"sdpa|flash|fmha|attention",
-    "quantize": r"quantize_(\w+_)?kernel|(draw|largest|cast)_kernel",
+    "quantize": r"quantize_(\w+_)?kernel|(draw|largest|cast|cast_gradient)_kernel",
     "carrier": r"carry_(both_)?kernel",
     "correction": r"(sift|correct)_(experts_)?kernel",
     "GEMM": r"(value|grouped)_(rows|sums)_|scaled_blocks|gemm|nvjet|cutlass|cublas|xmma|wgmma|Cijk|splitk",

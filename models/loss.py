@@ -13,14 +13,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 import mxjax
-from models.sharding import constrain, gather, is_data_parallel, mesh_sizes, row_parts, spec, sum_over_rows
+from models.cross_entropy import cross_entropy, cross_entropy_and_z
+from models.fp8_head import Pieces, fp8_uses, losses_and_gradients
+from models.sharding import constrain, gather, is_data_parallel, row_parts, spec, sum_over_rows
 from mxjax.policy import Policy
+from mxjax.products.draws import PolicyUses
 from mxjax.products.implementations import Implementation
-from mxjax.runtime.devices import on_gpu
 from mxjax.runtime.mesh import Layout, as_stored
 
 LOSS_TOKENS = 2048
 """Tokens a device whose logits exist at once in training."""
+FP8_LOGITS = 2**27
+"""Logits a device that `models.fp8_head` may compute at once, of more tokens if the vocabulary is small: the
+kernels of small pieces are short beside the gaps between them."""
+
+
+def piece_tokens(policy: Policy, implementation: Implementation | None, vocabulary: int) -> int:
+    """Returns the number of tokens a device whose logits exist at once in training."""
+    in_fp8 = fp8_uses(policy, implementation) is not None
+    return max(LOSS_TOKENS, FP8_LOGITS // vocabulary) if in_fp8 else LOSS_TOKENS
 
 
 class Head(NamedTuple):
@@ -60,90 +71,16 @@ class Head(NamedTuple):
         gemms = self.policy.gemms.values()
         return all(not g.rotation and g.lhs.format == g.rhs.format == "bf16" for g in gemms)
 
+    def fp8_uses(self, w_DV: Float[Array, "D V"]) -> PolicyUses | None:
+        """Returns what `models.fp8_head` needs to compute the loss and its gradients, None if it does not."""
+        filled = self.vocab_size not in (None, w_DV.shape[1])
+        if filled or self.z_loss or (self.layout is not None and not is_data_parallel()):
+            return None
+        return fp8_uses(self.policy, self.implementation)
+
     def losses(self, x: Float[Array, "*B D"], w_DV, targets: Int[Array, "*B"], key) -> Float32[Array, "*B"]:
         """Returns the cross-entropy of each token, in nats."""
         return cross_entropy(self.logits(x, w_DV, key), targets)
-
-
-@jax.custom_vjp
-def cross_entropy(
-    logits: Float32[Array, "*shape V"], targets: Int[Array, "*shape"]
-) -> Float32[Array, "*shape"]:
-    """Returns -log softmax(logits)[target], in nats.
-
-    The gradient, g (softmax(logits) - onehot(target)), is one pass over the logits. The gradient of a lookup
-    would write a second array of their size.
-    """
-    return _cross_entropy_fwd(logits, targets)[0]
-
-
-def _cross_entropy_fwd(logits, targets):
-    normalizer = _logsumexp(logits)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return normalizer - chosen, (logits, targets, normalizer)
-
-
-def _logsumexp(logits: Float32[Array, "*shape V"]) -> Float32[Array, "*shape"]:
-    """Returns logsumexp over the vocabulary, on a GPU that has all of it by one pass over the logits."""
-    if not on_gpu() or mesh_sizes().get("tensor", 1) > 1:
-        return jax.nn.logsumexp(logits, axis=-1)
-    return one_pass_logsumexp(logits)
-
-
-def one_pass_logsumexp(logits: Float32[Array, "*shape V"]) -> Float32[Array, "*shape"]:
-    """Returns logsumexp over the last axis: the largest and the sum of exponentials relative to it at once.
-
-    NaN where an element is NaN; otherwise infinity where one is infinite, and minus infinity where all are
-    minus infinity.
-    Source: "Online normalizer calculation for softmax", arXiv 1805.02867, section 3.
-    """
-    operands, initial = (logits, jnp.ones_like(logits)), (-jnp.inf, 0.0)
-    largest, total = jax.lax.reduce(operands, initial, _join_sums, (logits.ndim - 1,))
-    return largest + jnp.log(total)
-
-
-def _join_sums(left, right):
-    """Returns the largest of both and the sum of both sums relative to it, by one exponential."""
-    (a, of_a), (b, of_b) = left, right
-    factor = jnp.exp(jnp.where(a == b, 0.0, -jnp.abs(a - b)))
-    return jnp.maximum(a, b), jnp.where(a >= b, of_a + of_b * factor, of_a * factor + of_b)
-
-
-def _cross_entropy_bwd(residuals, g):
-    logits, targets, normalizer = residuals
-    token = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    softmax = jnp.exp(logits - normalizer[..., None])
-    return g[..., None] * jnp.where(token == targets[..., None], softmax - 1, softmax), None
-
-
-cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
-
-
-@jax.custom_vjp
-def cross_entropy_and_z(
-    logits: Float32[Array, "*shape V"], targets: Int[Array, "*shape"]
-) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-    """Returns `cross_entropy` and logsumexp(logits)**2, whose gradient the same pass has.
-
-    Source: PaLM, arXiv 2204.02311, section 5.
-    """
-    return _cross_entropy_and_z_fwd(logits, targets)[0]
-
-
-def _cross_entropy_and_z_fwd(logits, targets):
-    losses, residuals = _cross_entropy_fwd(logits, targets)
-    return (losses, residuals[2] ** 2), residuals
-
-
-def _cross_entropy_and_z_bwd(residuals, gradients):
-    logits, targets, normalizer = residuals
-    of_loss, of_z = gradients
-    token = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    rest = (of_loss + 2 * of_z * normalizer)[..., None] * jnp.exp(logits - normalizer[..., None])
-    return jnp.where(token == targets[..., None], rest - of_loss[..., None], rest), None
-
-
-cross_entropy_and_z.defvjp(_cross_entropy_and_z_fwd, _cross_entropy_and_z_bwd)
 
 
 def token_losses(
@@ -161,7 +98,7 @@ def token_losses(
         index, x, targets, _ = piece
         return None, head.losses(x, w_DV, targets, _fold(key, index))
 
-    _, losses = jax.lax.scan(next_piece, None, _pieces(x_BSD, targets_BS))
+    _, losses = jax.lax.scan(next_piece, None, _pieces(x_BSD, targets_BS, LOSS_TOKENS))
     return _whole(losses, S)
 
 
@@ -188,7 +125,12 @@ def mean_loss(
 
 def _mean_loss_fwd(head: Head, x_BSD, w_DV, targets_BS, key):
     weight = 1 / targets_BS.size
-    if head.is_bfloat16 and is_data_parallel():
+    if (uses := head.fp8_uses(w_DV)) is not None:
+        tokens = piece_tokens(head.policy, head.implementation, w_DV.shape[1])
+        pieces = Pieces(*_pieces(x_BSD, targets_BS, tokens)[1:])
+        loss, dx, dw_DV = losses_and_gradients(uses, weight, pieces, w_DV, head.tied, head.layout)
+        dx_BSD = _whole(dx, targets_BS.shape[1])
+    elif head.is_bfloat16 and is_data_parallel():
         loss, dx_BSD, dw_DV = _by_device(head, weight, x_BSD, w_DV, targets_BS, key)
     else:
         zero = as_stored(jnp.zeros_like(w_DV), head.layout)
@@ -222,7 +164,7 @@ def _over_pieces(head: Head, weight: float, x_BSD, w_DV, targets_BS, key, zero):
             loss, gradients = value_and_grad(weighted)(x, rounded.astype(w_DV.dtype))
         return total + as_summed(gradients[1]), (loss, gradients[0])
 
-    total, (losses, dx) = jax.lax.scan(next_piece, as_summed(zero), _pieces(x_BSD, targets_BS))
+    total, (losses, dx) = jax.lax.scan(next_piece, as_summed(zero), _pieces(x_BSD, targets_BS, LOSS_TOKENS))
     return jnp.sum(losses, axis=0), _whole(dx, targets_BS.shape[1]), as_summed(total)
 
 
@@ -254,11 +196,11 @@ def _mean_loss_bwd(head: Head, gradients, dy):
 mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
-def _pieces(x_BSD, targets_BS):
+def _pieces(x_BSD, targets_BS, tokens: int):
     """Returns the stacked pieces of the sequences: numbers, x, targets, and a mask that is 1 for tokens.
 
-    A piece has about LOSS_TOKENS tokens a device, but at least one of each sequence. The last piece is padded
-    with zeros.
+    A piece has about `tokens` a device, but at least one of each sequence. The last piece is padded with
+    zeros.
     """
     B, S = targets_BS.shape
     length = -(-S // min(-(-B * S // (LOSS_TOKENS * row_parts())), S))

@@ -202,6 +202,23 @@ def cast_outputs(
     return outputs
 
 
+def cast_logits_inputs(*, shape: list[int], largest: list[float]) -> Arrays:
+    """Draws logits [1, rows, vocabulary] and targets, with the logits' normalizers."""
+    rng = np.random.default_rng(0)
+    logits, targets = rng.standard_normal((1, *shape), np.float32), rng.integers(0, shape[1], (1, shape[0]))
+    normalizers = np.log(np.sum(np.exp(logits), axis=-1))
+    factors = (np.array([value], np.float32) for value in largest)
+    arrays = logits, normalizers, targets.astype(np.int32), *factors
+    return dict(zip(("logits", "normalizers", "targets", "row_factor", "column_factor"), arrays, strict=True))
+
+
+def cast_logits_outputs(inputs: Arrays, *, largest: list[float], **_: object) -> Arrays:
+    """Computes the FP8 elements of the softmax, less one at the targets."""
+    x = np.exp(inputs["logits"] - inputs["normalizers"][..., None])
+    x -= np.arange(x.shape[-1]) == inputs["targets"][..., None]
+    return cast_outputs(inputs | {"x": x}, largest=largest)
+
+
 def cast_computed_inputs(*, kind: str, shape: list[int], largest: list[float], **_: object) -> Arrays:
     """Draws as `_normed` or `_gated`, with one power of two for a product, and the scales."""
     if kind == "normed":

@@ -13,6 +13,7 @@ from mxjax.kernels.launch import calls_of
 from mxjax.kernels.quantize import draws, fp8
 from mxjax.kernels.quantize.fp8 import launch_cast
 from mxjax.kernels.quantize.fp8_computed import launch_computed_cast
+from mxjax.kernels.quantize.fp8_logits import launch_gradient
 from mxjax.kernels.quantize.kernel import SCALARS, Form
 from mxjax.kernels.quantize.launches import ComputedKind, Pair, launched_pairs
 from mxjax.kernels.quantize.quantizer import FORM_DTYPES, launch_computed, launch_pair, reads_scalars
@@ -65,6 +66,7 @@ def builds(target: Target) -> list[Build]:
         found += [
             cast_computed_build(kind, shape) for kind in _COMPUTED for shape in ((4096, 4096), (208, 144))
         ]
+        found += [cast_logits_build(shape) for shape in ((2048, 8192), (208, 144))]
     found += [_draws(signs) for signs in ((1, 1, 1), (1, 64, 128), (16, 32, 1))]
     return list({build.name: build for build in found}.values())
 
@@ -216,6 +218,21 @@ def cast_computed_build(kind: ComputedKind, shape: tuple[int, int]) -> Build:
         call,
         Expected("cast_computed", options | {"tile": [fp8.TILE.rows, fp8.TILE.columns]}),
         dict(zip(_WORDS, _CAST, strict=True)),
+    )
+
+
+def cast_logits_build(shape: tuple[int, int]) -> Build:
+    """Returns the build of the kernel that casts the gradient of logits to E4M3 and to E5M2."""
+    r, c = shape
+    logits, factor = jax.ShapeDtypeStruct((1, r, c), "float32"), jax.ShapeDtypeStruct((1,), "float32")
+    normalizers, targets = (jax.ShapeDtypeStruct((1, r), dtype) for dtype in ("float32", "int32"))
+    [call] = calls_of(functools.partial(launch_gradient, _CAST), logits, normalizers, targets, factor, factor)
+    return build_of(
+        f"cast_logits_{r}x{c}",
+        call,
+        Expected("cast_logits", {"shape": [r, c], "largest": [448.0, 57344.0]}, tolerance=1),
+        dict(zip(_WORDS, _CAST, strict=True)),
+        ("maxima",),
     )
 
 

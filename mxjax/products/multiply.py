@@ -38,7 +38,7 @@ def multiply(
     """
     match lhs, rhs:
         case KernelOperand(), KernelOperand() if implementation == "fp8_tensor":
-            return _multiply_fp8_tensors(lhs, rhs, dtype, layout)
+            return multiply_fp8_tensors(lhs, rhs, dtype, layout)
         case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
             return Product(_multiply_runs(lhs, rhs, dtype, layout))
         case KernelOperand(scales=None), KernelOperand():
@@ -198,10 +198,10 @@ def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carrie
     return Product(y, (rows, columns))
 
 
-def _multiply_fp8_tensors(
-    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, layout: Layout | None
+def multiply_fp8_tensors(
+    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, layout: Layout | None = None
 ) -> Product:
-    """Multiplies in FP8, with the scales of both tensors.
+    """Multiplies in FP8, with the scales of both tensors. A product in float32 has no factors left.
 
     Where a GPU's GEMM may round its float32 sums to bfloat16 it does, without the scales: XLA applies them in
     what reads the product, in float32. It takes scales into a GEMM too, but that writes float32 then, which

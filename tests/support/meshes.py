@@ -39,6 +39,7 @@ from training.step import ScheduledStep, init_state, make_eval_step, make_train_
 # Every axis has 8 whole blocks and rotations of 32.
 MODEL = DecoderConfig(256, 256, 2, 8, 8, 32, 256, rope_theta=10_000.0)
 STEPS, BATCH, LENGTH = 3, 8, 32
+PIECES = pieces.LOSS_TOKENS, pieces.FP8_LOGITS
 SHAPES = [shape for shape in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(shape) <= 8]
 LADDER = [name for name in mxjax.policies() if name.startswith(("bf16", "fp8", "fprop", "wgrad", "full"))]
 
@@ -135,7 +136,7 @@ def curves(*pairs: str) -> None:
     """For each POLICY:DATA,FSDP,TENSOR prints how far its losses are, relatively, from one device's.
 
     That of an evaluation too where :evaluate follows, with a mask of documents; without pairs, for all there
-    are.
+    are. POLICY+fp8 has the head in FP8 as on GPUs, and pieces of few tokens.
     """
     chosen = [pair.split(":") for pair in pairs] or [
         [policy, ",".join(map(str, shape)), "evaluate"] for policy, shape in itertools.product(LADDER, SHAPES)
@@ -144,7 +145,10 @@ def curves(*pairs: str) -> None:
     @functools.cache
     def losses(policy: str, shape: str, *evaluate: str) -> list[float]:
         documents = Documents(7, restart_positions=True) if evaluate else None
-        on = OnMesh(policy, tuple(map(int, shape.split(","))), documents=documents)
+        policy, _, head = policy.partition("+")
+        pieces.LOSS_TOKENS, pieces.FP8_LOGITS = (16, 16 * MODEL.vocab_size) if head else PIECES
+        of_head = {"implementation": "fp8_carriers", "head": head} if head else {}
+        on = OnMesh(policy, tuple(map(int, shape.split(","))), documents=documents, **of_head)
         batches = all_batches()
         return on.run(batches) + [on.evaluate(batches[-1]) for _ in evaluate]
 

@@ -19,8 +19,9 @@ import mxjax
 import train as training_program
 from models import decoder, lora
 from models.configs import DecoderConfig, ExpertsConfig
+from models.cross_entropy import cross_entropy, one_pass_logsumexp
 from models.gemms import LINEAR_LAYERS, linear_weights
-from models.loss import LOSS_TOKENS, cross_entropy, one_pass_logsumexp
+from models.loss import LOSS_TOKENS
 from training.command_line import parse
 from training.config import OptimizerConfig
 from training.data.indexed_dataset import IndexedWriter

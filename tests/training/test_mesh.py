@@ -193,6 +193,12 @@ def test_losses_on_meshes_are_those_of_one_device(shape):
 
 
 @pytest.mark.slow
+def test_a_head_in_fp8_has_the_losses_of_one_device():
+    """Its pieces differ, its scales do not."""
+    check_curves([("bf16+fp8", (2, 2, 1))], "")
+
+
+@pytest.mark.slow
 def test_a_nan_in_one_device_s_part_of_a_gradient_skips_the_step_on_every_mesh():
     steps = [[True, True, True], [False, False, True], [True, True, True]]
     assert program("nonfinite") == [{"steps": steps, "skipped": 1}] * 5
