@@ -13,7 +13,7 @@ from mxjax.kernels.device.stochastic_ptx import encode_stochastic
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(0x3F800000)
-TWO_TO_22 = tl.constexpr(22 << 23)  # added to the bits of a power of two, multiplies it by 2**22
+BASE = tl.constexpr(2.0**22 + 3)  # of `round_element`, for the binade of 1
 
 # Rounds to nearest only: v_cvt_scalef32_sr_pk_fp4_f32 uses one random word for two elements, while the
 # definition gives each element 16 bits of its own.
@@ -87,21 +87,26 @@ def scale_value(byte):
 
 
 @triton.jit
-def round_element(x, random, STOCHASTIC: tl.constexpr):
-    """Rounds abs(x) to E2M1. Returns abs(x) + base, which `code` reads, and base.
+def round_element(x, random, STOCHASTIC: tl.constexpr, CLIPS: tl.constexpr = True):
+    """Rounds abs(x) to E2M1. Returns abs(x) + base, which `code` reads, and the rounded magnitude.
 
     `base` is 2**22 times the magnitude's binade plus 6 units in the last place. The unit is the distance
     between E2M1's neighbours, so that the addition rounds. The 6 units make `code` correct and keep parity.
+    The product that is base is exact, so that it may be fused with the addition.
+
+    Args:
+      CLIPS: whether abs(x) may be 7 or more.
     """
-    a = tl.minimum(tl.abs(x), 6.0)
-    binade = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, ONE)
-    base = (binade + (TWO_TO_22 + 6)).to(tl.float32, bitcast=True)
+    a = tl.minimum(tl.abs(x), 6.0) if CLIPS else tl.abs(x)
+    bits = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, ONE)
+    binade = bits.to(tl.float32, bitcast=True)
     if STOCHASTIC:
-        steps = a * ((0x7F000000 - binade + 0x00800000).to(tl.float32, bitcast=True))
+        steps = a * ((0x7F000000 - bits + 0x00800000).to(tl.float32, bitcast=True))
         # Away from zero where the distance to the neighbour nearer zero is above (random + 1/2) / 2**16.
         steps = tl.ceil(tl.fma(random.to(tl.float32), -(2.0**-16), steps - 2.0**-17))
-        a = steps * (binade - 0x00800000).to(tl.float32, bitcast=True)
-    return a + base, base
+        a = steps * (binade * 0.5)
+    rounded = tl.fma(binade, BASE, a)
+    return rounded, tl.fma(binade, -BASE, rounded)
 
 
 @triton.jit
@@ -177,8 +182,8 @@ def element_values(xs, random, byte, scale, prescale: tl.constexpr, STOCHASTIC: 
     inverse = inverse_scale(byte)
     values = ()
     for i in tl.static_range(8):
-        rounded, base = round_element(_scaled(xs[i], inverse, prescale), random[i], STOCHASTIC)
-        bits = (rounded - base).to(tl.int32, bitcast=True) | (xs[i].to(tl.int32, bitcast=True) & ~MAGNITUDE)
+        _, magnitude = round_element(_scaled(xs[i], inverse, prescale), random[i], STOCHASTIC)
+        bits = magnitude.to(tl.int32, bitcast=True) | (xs[i].to(tl.int32, bitcast=True) & ~MAGNITUDE)
         values = values + (bits.to(tl.float32, bitcast=True) * scale,)
     return values
 

@@ -181,13 +181,13 @@ def draw_columns(ws, i: tl.constexpr, scales, counter, row, key0, key1):
     return tl.inline_asm_elementwise(_ENCODE_COLUMNS, CONSTRAINTS, inputs, (tl.int32, tl.int32), True, 1)
 
 
-def _draw_elements() -> str:
+def _draw_text(clips: bool) -> str:
     """Returns PTX for 8 float32, $4 to $11, times $12; $13 to $16 are Philox's counter, row and key.
 
-    $0 to $3 are pairs of bfloat16. A code at bits 6 to 8 is the element times 2**-126, a bfloat16 subnormal.
+    $0 to $3 are pairs of magnitudes in bfloat16. A code at bits 6 to 8 is one times 2**-126, a subnormal.
     """
     text = f"""{{
-{_REGISTERS}.reg .b32 sign, unit;
+{_REGISTERS}.reg .b32 unit;
 {philox_text("$13", "$14", "$15", "$16", inverted=True)}{ROUND_START.format(positive="$12")}"""
     text += "mov.b32 unit, 0x7E807E80;\n"
     for i in range(4):
@@ -195,34 +195,34 @@ def _draw_elements() -> str:
         random = {"random0": f"c{i}", "random1": f"c{i}", "half0": HALVES[0], "half1": HALVES[1]}
         text += f"""mul.rn.f32 a0, {first}, $12;
 mul.rn.f32 a1, {second}, $12;
-{ROUND_PAIR.format(**random)}{CLIP}shr.u32 code, code, 2;
+{ROUND_PAIR.format(**random)}{CLIP if clips else ""}shr.u32 code, code, 2;
 and.b32 code, code, 0x01C001C0;
-prmt.b32 sign, {first}, {second}, 0x7632;
-lop3.b32 code, sign, code, 0x80008000, 0xE4;
 mul.rn.bf16x2 ${i}, code, unit;
 """
     return text + "}"
 
 
-_DRAW_ELEMENTS = tl.constexpr(_draw_elements())
+_DRAW, _DRAW_CLIPPED = tl.constexpr(_draw_text(False)), tl.constexpr(_draw_text(True))
 
 
 @triton.jit
-def draw_elements(xs, i: tl.constexpr, factor, counter, row, key0, key1):
-    """Returns xs[i] to xs[i + 7], float32, times `factor`, rounded stochastically to E2M1, in float32."""
+def draw_pairs(xs, i: tl.constexpr, factor, counter, row, key0, key1, CLIPS: tl.constexpr):
+    """Returns the magnitudes of xs[i] to xs[i + 7], float32, times `factor`, rounded stochastically to E2M1.
+
+    They are 4 words of two bfloat16 each.
+
+    Args:
+      CLIPS: whether a product may be 7 or more.
+    """
+    TEXT: tl.constexpr = _DRAW_CLIPPED if CLIPS else _DRAW
     inputs = [xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7], factor]
     inputs = inputs + [counter, row, key0, key1]
     CONSTRAINTS: tl.constexpr = "=&r,=&r,=&r,=&r" + ",r" * 13
-    words = tl.inline_asm_elementwise(
-        _DRAW_ELEMENTS,
+    return tl.inline_asm_elementwise(
+        TEXT,
         CONSTRAINTS,
         inputs,
         (tl.int32, tl.int32, tl.int32, tl.int32),
         True,
         1,
     )
-    ys = ()
-    for k in tl.static_range(4):
-        low, high = words[k] << 16, words[k] & ~0xFFFF
-        ys = ys + (low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
-    return ys

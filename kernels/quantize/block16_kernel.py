@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from mxjax.kernels.device.eden import eden_scales, is_nvidia, sum_of_16
-from mxjax.kernels.device.elements import INFINITY, MAGNITUDE, encode_bf16, largest, round_element, widen
+from mxjax.kernels.device.elements import INFINITY, MAGNITUDE, largest, round_element, widen
 from mxjax.kernels.device.hadamard import rotate_groups
 from mxjax.kernels.device.loads import column_groups, row_groups
+from mxjax.kernels.device.pairs import join_pair, scale_pair, sign_pair, split_pair
 from mxjax.kernels.device.philox import random_halves
-from mxjax.kernels.device.stochastic_ptx import draw_elements
+from mxjax.kernels.device.stochastic_ptx import draw_pairs
 from mxjax.kernels.quantize.kernel import SIGN, group_signs, join_words, place_of
 
 GROUP = tl.constexpr(32)
@@ -203,16 +204,13 @@ def _quantize_side(
     row = row0 + other0 + other
     low = _round_block(ys, 0, unit, inverse, scalars, counter, row, GROUPS, OTHER, CONVERT, SIDE_OF)
     high = _round_block(ys, 16, unit, inverse, scalars, counter + 2, row, GROUPS, OTHER, CONVERT, SIDE_OF)
-    elements, scales = low[0] + high[0], (low[1], high[1])
+    scales, pairs = (low[1], high[1]), low[3] + high[3]
     if SIDE_OF.eden > 0:
         block = (start_all + start) // 16 + group * 2
         scales = eden_scales(low, high, scalars, block, row, GROUPS, OTHER, CONVERT, SIDE_OF)
     ws = ()
-    for i in tl.static_range(0, GROUP, 8):
-        values = ()
-        for k in tl.static_range(8):
-            values = values + (elements[i + k] * scales[i // 16],)
-        ws = ws + encode_bf16(values)
+    for i in tl.static_range(16):
+        ws = ws + (scale_pair(pairs[i], scales[i // 8], _in_pairs(CONVERT)),)
     words += other0.to(tl.int64) * (LENGTH // 2) + start // 2
     at = tl.arange(0, GROUPS * 16)[:, None]
     mask = (at < (LENGTH - start) // 2) & (other < N - other0)
@@ -256,7 +254,8 @@ def _round_block(
 ):  # fmt: skip
     """Rounds the elements FIRST to FIRST + 15 of each group.
 
-    Returns the 16 elements, their scale, and with EDEN the 16 values that were rounded.
+    Returns the magnitudes of the 16 elements, their scale, with EDEN the magnitudes of the values that were
+    rounded, and the elements as 8 words of two bfloat16.
     """
     xs = ()
     for i in tl.static_range(16):
@@ -273,21 +272,47 @@ def _round_block(
     counter = tl.where(bits >= 0, counter, 0).to(tl.uint32)
     row = tl.where(bits >= 0, row, 0).to(tl.uint32)
     scale = _scale(exact, SIDE_OF)
-    elements, scaled = _elements(xs, scale, inverse, scalars, counter, row, CONVERT, SIDE_OF)
+    elements, scaled, pairs = _elements(xs, scale, inverse, scalars, counter, row, True, CONVERT, SIDE_OF)
     if SIDE_OF.four_over_six != "":
         # To scale the largest magnitude to 4 instead of 6, scales are half as large again.
         second = _scale(exact * 1.5, SIDE_OF)
-        others, others_scaled = _elements(xs, second, inverse, scalars + 2, counter, row, CONVERT, SIDE_OF)
+        others, others_scaled, other_pairs = _elements(
+            xs, second, inverse, scalars + 2, counter, row, _second_clips(SIDE_OF), CONVERT, SIDE_OF
+        )
         errors = _errors(xs, elements, scale, inverse, GROUPS, OTHER, SIDE_OF)
         chosen = _errors(xs, others, second, inverse, GROUPS, OTHER, SIDE_OF) < errors
-        scale = tl.where(chosen, second, scale)
-        best, best_scaled = (), ()
-        for i in tl.static_range(16):
-            best = best + (tl.where(chosen, others[i], elements[i]),)
-            if SIDE_OF.eden > 0:
-                best_scaled = best_scaled + (tl.where(chosen, others_scaled[i], scaled[i]),)
-        elements, scaled = best, best_scaled
-    return elements, scale, scaled
+        scale, pairs = tl.where(chosen, second, scale), _choose(chosen, other_pairs, pairs, 8)
+        if SIDE_OF.eden > 0:
+            elements = _choose(chosen, others, elements, 16)
+            scaled = _choose(chosen, others_scaled, scaled, 16)
+    signed = ()
+    for i in tl.static_range(8):
+        signed = signed + (sign_pair(pairs[i], xs[2 * i], xs[2 * i + 1], _in_pairs(CONVERT)),)
+    return elements, scale, scaled, signed
+
+
+@triton.jit
+def _choose(chosen, others, xs, COUNT: tl.constexpr):
+    ys = ()
+    for i in tl.static_range(COUNT):
+        ys = ys + (tl.where(chosen, others[i], xs[i]),)
+    return ys
+
+
+@triton.constexpr_function
+def _second_clips(side):
+    """Whether the second scale of four over six may leave a magnitude of 7 or more, which would round to 8.
+
+    A scale that is not the largest is at least 2/3 of what it was rounded from, or it is zero. So a block's
+    largest magnitude, 2/3 of the target before that rounding, is the target at most.
+    """
+    return side.target >= 6.5 or not 0 < side.tensor_divisor <= side.target * side.scale_most
+
+
+@triton.constexpr_function
+def _in_pairs(convert):
+    """Whether the target multiplies two bfloat16 in one instruction, sm_90 and later."""
+    return convert == "sm_90" or convert == "sm_100"
 
 
 @triton.jit
@@ -304,28 +329,37 @@ def _scale(exact, SIDE_OF: tl.constexpr):
 
 
 @triton.jit
-def _elements(xs, scale, inverse, scalars, counter, row, CONVERT: tl.constexpr, SIDE_OF: tl.constexpr):
-    """Returns 16 tensors rounded to elements by their scale, and as they were rounded."""
-    DRAWN: tl.constexpr = SIDE_OF.stochastic and (CONVERT == "sm_90" or CONVERT == "sm_100")
+def _elements(
+    xs, scale, inverse, scalars, counter, row, CLIPS: tl.constexpr, CONVERT: tl.constexpr,
+    SIDE_OF: tl.constexpr,
+):  # fmt: skip
+    """Returns the magnitudes of 16 tensors rounded by a scale, of what was rounded, and the former's pairs.
+
+    Args:
+      CLIPS: whether a magnitude may be 7 or more.
+    """
+    PAIRS: tl.constexpr = _in_pairs(CONVERT)
     per_scale = tl.where(scale == 0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
-    elements, all_scaled = (), ()
+    elements, all_scaled, pairs = (), (), ()
     for half in tl.static_range(2):
         random = (counter, counter, counter, counter, counter, counter, counter, counter)
-        if DRAWN:
+        if SIDE_OF.stochastic and PAIRS:
             key0, key1 = tl.load(scalars), tl.load(scalars + 1)
-            elements = elements + draw_elements(xs, 8 * half, per_scale, counter + half, row, key0, key1)
+            drawn = draw_pairs(xs, 8 * half, per_scale, counter + half, row, key0, key1, CLIPS)
+            for i in tl.static_range(4):
+                pairs, elements = pairs + (drawn[i],), elements + split_pair(drawn[i])
         elif SIDE_OF.stochastic:
             random = random_halves(
                 counter + half, row, tl.load(scalars), tl.load(scalars + 1), is_nvidia(CONVERT)
             )
-        for i in tl.static_range(0 if DRAWN else 8):
-            scaled = xs[8 * half + i] * per_scale
-            rounded, base = round_element(scaled, random[i], SIDE_OF.stochastic)
-            sign = scaled.to(tl.int32, bitcast=True) & ~MAGNITUDE
-            bits = (rounded - base).to(tl.int32, bitcast=True) | sign
-            elements = elements + (bits.to(tl.float32, bitcast=True),)
-            all_scaled = all_scaled + (scaled,)
-    return elements, all_scaled
+        for i in tl.static_range(0 if SIDE_OF.stochastic and PAIRS else 8):
+            scaled = tl.abs(xs[8 * half + i]) * per_scale
+            _, element = round_element(scaled, random[i], SIDE_OF.stochastic, CLIPS)
+            elements, all_scaled = elements + (element,), all_scaled + (scaled,)
+    if len(pairs) == 0:
+        for i in tl.static_range(8):
+            pairs = pairs + (join_pair(elements[2 * i], elements[2 * i + 1], PAIRS),)
+    return elements, all_scaled, pairs
 
 
 @triton.jit
@@ -334,7 +368,7 @@ def _errors(xs, elements, scale, inverse, GROUPS: tl.constexpr, OTHER: tl.conste
     terms = ()
     for i in tl.static_range(16):
         # The product is exact, so that the subtraction may be fused with it.
-        difference = tl.fma(elements[i], scale, -(xs[i] * inverse))
+        difference = tl.fma(elements[i], scale, -(tl.abs(xs[i]) * inverse))
         terms = terms + (tl.abs(difference) if SIDE_OF.four_over_six == "mae" else difference * difference,)
     error = sum_of_16(terms)
     if SIDE_OF.square:
