@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from mxjax.kernels.launch import ceil_div, triton_call
 from mxjax.kernels.lowering import TYPES
 from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
-from mxjax.kernels.quantize.block16_kernel import RUN, SIDE, largest_kernel, quantize_block16_kernel
+from mxjax.kernels.quantize.block16_kernel import GROUP, RUN, SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
 from mxjax.kernels.quantize.quantizer import elements_of, placed_scalars, scalars_of
 from mxjax.numerics.formats import UE5M3, get_format
+from mxjax.numerics.hadamard import fixed_signs
 from mxjax.numerics.operand import FourOverSix
 from mxjax.numerics.philox import key_words
 from mxjax.operands.kernel_operand import KernelOperand
@@ -34,7 +35,7 @@ class Side:
     """The constants of one use for the kernel.
 
     Attributes:
-      rotation, factor, signs: Hadamard size or 1, its factor, and whether it has signs.
+      rotation, factor, signs: Hadamard size or 1, its factor, and its signs as `_signs_of` has them.
       square: whether blocks are 16x16.
       stochastic: whether elements are rounded stochastically.
       target: magnitude to which a block's largest is scaled.
@@ -48,7 +49,7 @@ class Side:
 
     rotation: int
     factor: float
-    signs: bool
+    signs: int
     square: bool
     stochastic: bool
     target: float
@@ -72,7 +73,7 @@ def side_of(use: OperandUse) -> Side:
     return Side(
         use.rotation_size,
         float(np.float32(use.rotation_size**-0.5)),
-        use.has_signs,
+        _signs_of(use),
         o.block_shape == (16, 16),
         o.rounding == "stochastic",
         float(np.float32(target)),
@@ -84,6 +85,20 @@ def side_of(use: OperandUse) -> Side:
         o.four_over_six or "",
         o.eden or 0,
     )
+
+
+def _signs_of(use: OperandUse) -> int:
+    """Returns the signs of a group of 32 as bits, if a rotation has the same in every group and call.
+
+    0 without signs, and -1 where kernels read them. Signs that they know cost them no instructions.
+    """
+    rotation = use.rotation
+    if rotation is None or not use.has_signs:
+        return 0
+    if rotation.signs == "redrawn" or rotation.size > GROUP.value:
+        return -1
+    signs = rotation.values or fixed_signs(rotation.seed, rotation.size)
+    return sum(1 << i for i in range(GROUP.value) if signs[i % rotation.size] < 0)
 
 
 def _run_of(use: OperandUse | None) -> int:
@@ -217,7 +232,7 @@ def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, 
             "COLUMNS": use is not None and use.axis == -2,
             "ROTATION": use.rotation_size if use else 1,
             "FACTOR": float(np.float32(use.rotation_size**-0.5)) if use else 1.0,
-            "SIGNS": use.has_signs if use else False,
+            "SIGNS": _signs_of(use) if use else 0,
         }
         grid = (*out[0].shape[:1:-1], v * b)
         scalars, stride = placed_scalars(_reads([use], start), x, scalars, places[:3])
@@ -335,7 +350,9 @@ def _constants(tile: Tile, start: _Start, shape) -> dict[str, Any]:
 
 def _reads(uses: Sequence[OperandUse | None], start: _Start) -> bool:
     """Whether the kernels read scalars."""
-    return start.before == "factor" or any(use and (use.operand.needs_key or use.has_signs) for use in uses)
+    return start.before == "factor" or any(
+        use and (use.operand.needs_key or _signs_of(use) < 0) for use in uses
+    )
 
 
 def _before(start: _Start, x, places) -> jax.Array:

@@ -44,7 +44,7 @@ def largest_kernel(
       x: [V, BATCH, R, C] in any float dtype.
       scalars, before, BEFORE: see `quantize_block16_kernel`.
       PLAIN: whether `plain` is wanted. `rotated` is if ROTATION is more than 1.
-      COLUMNS: whether the rotation is along R, else along C; FACTOR and SIGNS are its, as in `kernel`.
+      COLUMNS: whether the rotation is along R, else along C; FACTOR and SIGNS are its, as in `block16.Side`.
     """
     r0, c0 = tl.program_id(1) * BLOCK_R, tl.program_id(0) * BLOCK_C
     matrix = tl.program_id(2).to(tl.int64)
@@ -63,8 +63,10 @@ def largest_kernel(
         tl.store(plain + tile, tl.max(largest(ys, GROUP)))
     if ROTATION > 1:
         signs = scalars + (SIDE + 4 if COLUMNS else 4)
-        ys = _rotated(ys, signs, GROUPS, OTHER, CONVERT, ROTATION, FACTOR, SIGNS)
-        tl.store(rotated + tile, tl.max(largest(ys, GROUP)))
+        ys = _rotated(ys, signs, GROUPS, OTHER, CONVERT, ROTATION, 1.0, SIGNS)
+        # The factor is positive, so that the largest product is the product of the largest.
+        amax = tl.max(largest(ys, GROUP)).to(tl.float32, bitcast=True) * FACTOR
+        tl.store(rotated + tile, amax.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -167,12 +169,14 @@ def _values(
 def _rotated(xs, signs, GROUPS: tl.constexpr, OTHER: tl.constexpr, CONVERT: tl.constexpr,
              ROTATION: tl.constexpr, FACTOR: tl.constexpr, SIGNS: tl.constexpr):  # fmt: skip
     """Returns the groups times their signs, if any, and rotated."""
-    if SIGNS:
+    if SIGNS != 0:
         group = tl.arange(0, GROUPS)[:, None]
-        negative = group_signs(signs, group, GROUP, ROTATION, CONVERT)
+        if SIGNS < 0:
+            negative = group_signs(signs, group, GROUP, ROTATION, CONVERT)
         ys = ()
         for i in tl.static_range(GROUP):
-            bits = xs[i].to(tl.uint32, bitcast=True) ^ (negative << i & SIGN)
+            sign = negative << i & SIGN if SIGNS < 0 else SIGN if SIGNS >> i & 1 else 0
+            bits = xs[i].to(tl.uint32, bitcast=True) ^ sign
             ys = ys + (bits.to(tl.float32, bitcast=True),)
         xs = ys
     return rotate_groups(xs, ROTATION, GROUP, GROUPS, OTHER, FACTOR)
