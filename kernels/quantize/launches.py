@@ -332,6 +332,8 @@ def block16_tile(pair: Pair, target: Target | None, shape: tuple[int, ...]) -> T
         # Rounding each element twice, a thread with two groups takes all registers there are.
         halved = "columns" if alone.axis == -1 else "rows"
         tile = tile._replace(**{halved: getattr(tile, halved) // 2})
+        if tile[:2] == (16, 256):  # half of it takes 5 % less time
+            tile = tile._replace(columns=128, warps=2)
     eden = [use.operand.eden or 1 if use else 1 for use in pair]
     tile = tile._replace(rows=max(tile.rows, eden[1]), columns=max(tile.columns, eden[0]))
     along_rows, along_columns = (get_format(use.operand.format).outer_block if use else 0 for use in pair)
