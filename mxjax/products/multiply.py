@@ -1,6 +1,7 @@
 """One GEMM of two prepared operands. Implementations multiply differently, but always the same values."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def multiply(
         case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
             return Product(_multiply_runs(lhs, rhs, dtype, layout))
         case KernelOperand(scales=None), KernelOperand():
-            raw, factors = _multiply_bfloat16(lhs, rhs, dtype, precision, layout), None
+            return _multiply_bfloat16(lhs, rhs, dtype, precision, layout)
         case KernelOperand(), KernelOperand():
             raw, factors = _multiply_packed(lhs, rhs, implementation, dtype, precision, carriers, layout)
         case MXArray(), MXArray() if implementation == "reference":
@@ -75,11 +76,20 @@ def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
 
 
 def _multiply_bfloat16(
-    lhs: KernelOperand, rhs: KernelOperand, dtype, precision, layout: Layout | None
-) -> jax.Array:
-    """Multiplies K-major operands that a kernel dequantized, without their factors."""
-    right, result = to_multiply(rhs.elements, layout), _result_dtype(lhs, rhs, dtype, precision, layout)
-    return contract(lhs.elements, -1, right, -1, precision, result)
+    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, precision, layout: Layout | None
+) -> Product:
+    """Multiplies K-major operands that a kernel dequantized.
+
+    Where the GEMM rounds its sums to bfloat16, what reads the product applies their factors, in float32.
+    """
+    result = _result_dtype(dtype, precision, layout)
+    raw = contract(lhs.elements, -1, to_multiply(rhs.elements, layout), -1, precision, result)
+    factors = [factor for q in (lhs, rhs) if (factor := q.factor) is not None]
+    if result == jnp.bfloat16 and factors:
+        ones = (1,) * (raw.ndim - 1)
+        rows, columns = (jnp.asarray(f, jnp.float32).reshape(ones) for f in (*factors, 1)[:2])
+        return Product(raw, (rows, columns))
+    return Product(functools.reduce(jnp.multiply, factors, raw).astype(dtype))
 
 
 def _multiply_runs(
@@ -145,7 +155,8 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout |
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
         left, right = map(lax.optimization_barrier, (left, right))  # computed once, though read several times
         return contract_float32(left, lhs.axis, right, rhs.axis)
-    result = _result_dtype(lhs, rhs, dtype, exact, layout) if left.dtype == jnp.bfloat16 else jnp.float32
+    done = left.dtype == jnp.bfloat16 and lhs.factor is None and rhs.factor is None
+    result = _result_dtype(dtype, exact, layout) if done else jnp.float32
     return contract(left, lhs.axis, right, rhs.axis, exact, result)
 
 
@@ -156,18 +167,15 @@ def _are_exact_in_fp8(lhs: MXArray, rhs: MXArray) -> bool:
     return vectors and lhs.elements.ndim == 2 and on_gpu() and target is not None and target.has_fp8
 
 
-def _result_dtype(
-    lhs: Prepared, rhs: Prepared, dtype: DTypeLike, precision: lax.PrecisionLike, layout: Layout | None
-) -> DTypeLike:
+def _result_dtype(dtype: DTypeLike, precision: lax.PrecisionLike, layout: Layout | None) -> DTypeLike:
     """Returns the dtype of a product of bfloat16 operands that will be read in `dtype`.
 
-    It is bfloat16 on GPUs, if no factors and no sums over devices remain: XLA would often convert a float32
-    result in a pass of its own. A GEMM sums in float32 all the same; where cuBLAS splits a long contraction,
-    it may add the parts in bfloat16, which any `precision` but the default prevents.
+    It is bfloat16 on GPUs, if no sums over devices remain: XLA would often convert a float32 result in a pass
+    of its own. A GEMM sums in float32 all the same; where cuBLAS splits a long contraction, it may add the
+    parts in bfloat16, which any `precision` but the default prevents.
     """
-    done = lhs.factor is None and rhs.factor is None and sums_on_each_device(layout)
-    default = precision in (None, lax.Precision.DEFAULT)
-    return jnp.bfloat16 if done and default and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
+    default = precision in (None, lax.Precision.DEFAULT) and sums_on_each_device(layout)
+    return jnp.bfloat16 if default and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
 
 
 def xla_operands(

@@ -280,6 +280,23 @@ def test_gemms_on_gpus_round_to_bfloat16_themselves(monkeypatch):
             assert dot(jnp.bfloat16, "bf16", layout, 2)[1] == whole
 
 
+@pytest.mark.slow
+def test_operands_in_bfloat16_on_gpus_leave_their_factors_to_what_reads_a_product(monkeypatch):
+    x, *_ = tensors()
+    lhs, rhs = KernelOperand(x, None, None, jnp.float32(3e-3)), KernelOperand(x[:8], None, prescale=0.75)
+
+    def multiply(dtype, precision=None):
+        return multiply_module.multiply(lhs, rhs, "xla", dtype, precision, ("e4m3", "e4m3"))
+
+    wanted = multiply(jnp.float32)
+    assert wanted.factors is None
+    monkeypatch.setattr(multiply_module, "on_gpu", lambda: True)
+    product = multiply(jnp.bfloat16)
+    assert product.raw.dtype == jnp.bfloat16
+    np.testing.assert_allclose(product.value(jnp.float32), wanted.raw, rtol=2**-8)
+    assert multiply(jnp.bfloat16, jax.lax.Precision.HIGHEST).factors is None
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_fp8_tensors_on_gpus_leave_their_scales_to_what_reads_a_product_in_bfloat16(monkeypatch, dtype):
     x = jax.random.normal(jax.random.key(0), (2, 32, 64), jnp.bfloat16)
