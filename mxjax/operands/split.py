@@ -75,6 +75,12 @@ def multiplies_apart(gemm: Gemm) -> bool:
     return any(operand.split in ("mean", "outliers") for operand in (gemm.lhs, gemm.rhs))
 
 
+def adds_one_row(gemm: Gemm) -> bool:
+    """Whether `product_apart` is of one row for all tokens, or of rank one."""
+    splits = {(operand.split, operand.split_tokens) for operand in (gemm.lhs, gemm.rhs)}
+    return multiplies_apart(gemm) and splits <= {("none", None), ("mean", None)}
+
+
 def product_apart(
     lhs: Float[Array, "..."],
     lhs_axis: int,

@@ -37,7 +37,7 @@ from mxjax.operands.carriers import Carrier
 from mxjax.operands.computed import Computed
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.product import Product
-from mxjax.operands.split import multiplies_apart, product_apart
+from mxjax.operands.split import adds_one_row, multiplies_apart, product_apart
 from mxjax.operands.use import OperandUse
 from mxjax.policy.policy import Gemm, Policy
 from mxjax.products.draws import GemmUses, PolicyUses, uses_of_policy
@@ -45,7 +45,7 @@ from mxjax.products.gradients import changes_gradient, gradients_read_tensors, t
 from mxjax.products.implementations import GemmImplementations
 from mxjax.products.multiply import multiply
 from mxjax.products.prepare import Prepared, as_read, once, prepare, prepare_seen, takes_seen, with_bounds
-from mxjax.runtime.devices import current_target, platform
+from mxjax.runtime.devices import current_target, on_gpu, platform
 from mxjax.runtime.mesh import Layout, as_stored, maximum_as, varying_as
 from mxjax.runtime.primitives import as_primitive, first_order_only
 from mxjax.runtime.remat import tag_operand, tag_product
@@ -263,13 +263,16 @@ def _gemm(options: Options, name: str, lhs: Prepared, rhs: Prepared, steps: Sequ
 
     The layout is that of w, which the Fprop and the Dgrad read as rhs, the Fprop transposed if K-major.
     """
-    _, gemms, dtypes, precision, layout, _ = options
+    policy, gemms, dtypes, precision, layout, _ = options
     i = ("fprop", "dgrad", "wgrad").index(name)
     if name == "wgrad":
         layout = None
     elif layout is not None and name == "fprop" and isinstance(rhs, KernelOperand):
         layout = layout.transposed
-    dtype = jnp.float32 if steps else dtypes[i]
+    # What reads a product can add a row to it, as it applies its factors: a GPU's GEMM may round it before.
+    adds_row = len(steps) == 1 and adds_one_row((policy.fprop, policy.dgrad, policy.wgrad)[i])
+    in_float32 = steps and not (adds_row and on_gpu() and isinstance(lhs, KernelOperand))
+    dtype = jnp.float32 if in_float32 else dtypes[i]
     product = multiply(lhs, rhs, gemms[i], dtype, precision, CARRIERS[name], layout)
     if not steps:
         return product
