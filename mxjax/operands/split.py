@@ -91,7 +91,8 @@ def product_apart(
 ) -> Float32[Array, "..."]:
     """Returns `rest(lhs) @ rhs + part(lhs) @ rest(rhs)` in float32, contracting the axes given.
 
-    The product of the quantized parts lacks this. It has one row if it is the same for all tokens.
+    The product of the quantized parts lacks this. It has one row if it is the same for all tokens. The second
+    term is left out where the tokens of `part(lhs)` add up to zero but for float32's rounding.
     """
     left, right = split(lhs, gemm.lhs, bounds[0]), split(rhs, gemm.rhs, bounds[1])
     terms = []
@@ -105,7 +106,8 @@ def product_apart(
     elif left.rest is not None:
         y = _contract(left.rest, lhs_axis, rhs, rhs_axis, gemm.lhs)
         terms.append(whole_rest(y, lhs.shape[-2], gemm.lhs) if lhs_axis == -1 else y)
-    if right.rest is not None:
+    cancels = gemm.lhs.split == "mean" and gemm.lhs.split_tokens is None and lhs_axis == -2
+    if right.rest is not None and not (cancels and right.rest.shape[-2] == 1):
         terms.append(_contract(left.part, lhs_axis, right.rest, rhs_axis, gemm.rhs))
     return sum(terms[1:], terms[0])
 
