@@ -16,6 +16,7 @@ from mxjax.kernels.device.hadamard import rotate_groups
 from mxjax.kernels.device.loads import column_groups, row_groups
 from mxjax.kernels.device.pairs import join_pair, scale_pair, sign_pair, split_pair
 from mxjax.kernels.device.philox import random_halves
+from mxjax.kernels.device.quotients import divide_by_scale, divide_twice
 from mxjax.kernels.device.stochastic_ptx import draw_pairs
 from mxjax.kernels.quantize.kernel import SIGN, group_signs, join_words, place_of
 
@@ -269,9 +270,7 @@ def _round_block(
         bits = tl.max(tl.reshape(bits, [GROUPS, OTHER // 16, 16]), 2, keep_dims=True)
         bits = tl.reshape(tl.broadcast_to(bits, [GROUPS, OTHER // 16, 16]), [GROUPS, OTHER])
     amax = bits.to(tl.float32, bitcast=True)
-    exact = tl.div_rn(amax, tl.full(amax.shape, SIDE_OF.target, tl.float32))
-    if SIDE_OF.tensor_divisor > 0:
-        exact = tl.div_rn(exact, tl.zeros_like(exact) + unit)
+    exact = divide_twice(amax, SIDE_OF.target, unit, inverse, _in_pairs(CONVERT))
     # A dependence on `bits`, which are never negative, gives random bits their layout: no conversion.
     counter = tl.where(bits >= 0, counter, 0).to(tl.uint32)
     row = tl.where(bits >= 0, row, 0).to(tl.uint32)
@@ -343,7 +342,7 @@ def _elements(
       CLIPS: whether a magnitude may be 7 or more.
     """
     PAIRS: tl.constexpr = _in_pairs(CONVERT)
-    per_scale = tl.where(scale == 0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+    per_scale = divide_by_scale(tl.zeros_like(scale) + inverse, scale, PAIRS)
     elements, all_scaled, pairs = (), (), ()
     for half in tl.static_range(2):
         random = (counter, counter, counter, counter, counter, counter, counter, counter)

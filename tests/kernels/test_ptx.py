@@ -33,8 +33,8 @@ FP4 = {  # in bfloat16 on Hopper, native on Blackwell
 }
 ENCODE_FP4 = {"cvt.rn.satfinite.e2m1x2.f32"}
 ENCODE_FP8 = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
-# Scales; floor(x) of x >= 0; and random bits.
-BLOCK16 = {"div.rn.f32", "cvt.rmi.ftz.f32.f32", "cvt.rn.f32.u32", "mul.rn.bf16x2"}
+# Scales; floor(x) of x >= 0; random bits; and pairs times their scale.
+BLOCK16 = {"div.rn.f32", "rcp.approx.ftz.f32", "cvt.rmi.ftz.f32.f32", "cvt.rn.f32.u32", "mul.rn.bf16x2"}
 HOPPER_PAIRS = {"cvt.rn.f16x2.f32", "fma.rn.bf16x2"}
 BY_SCALE = "mul.rn.bf16x2"  # exact, but where no random number rounds the product up
 GATHERED = {  # too few rows for sm_100's instruction, so in bfloat16 as on Hopper

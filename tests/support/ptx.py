@@ -73,6 +73,17 @@ def _add_up(a, b):
     return _next_above(rounded, (rounded < total) | ((rounded == total) & (rest > 0)))
 
 
+def _fma(a, b, c):
+    """Returns a * b + c in float32, rounded once: a sum that float64 rounds gets an odd last bit before."""
+    product, c = _float(a) * _float(b), _float(c)
+    total = product + c
+    rest = (product - (total - (total - product))) + (c - (total - product))
+    bits = total.view(np.int64)
+    away = np.where((rest > 0) == (total > 0), 1, -1)
+    odd = np.where((rest != 0) & (bits & 1 == 0) & np.isfinite(rest), bits + away, bits)
+    return odd.view(np.float64).astype(np.float32).view(U32)
+
+
 def _multiply_up(a, b):
     """Returns a * b in float32, rounded up; the product in float64 is exact."""
     product = _float(a) * _float(b)
@@ -173,7 +184,8 @@ OPCODES = {
     "max.NaN.bf16x2": _halves(ml_dtypes.bfloat16, np.maximum),
     "mul.rn.bf16x2": _halves(ml_dtypes.bfloat16, lambda a, b: a.astype(np.float32) * b.astype(np.float32)),
     "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, _fma_bf16),
-    "fma.rn.f32": _f32(lambda a, b, c: a * b + c),
+    "fma.rn.f32": _fma,
+    "neg.f32": lambda a: a ^ U32(0x80000000),
     "add.rn.f32": _f32(np.add),
     "sub.rn.f32": _f32(np.subtract),
     "mul.rn.f32": _f32(np.multiply),
@@ -207,7 +219,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, _semant
     )
     elements, results = (dtype if n_outputs > pack else (dtype,)), []
     for i, element in enumerate(elements):
-        kind = np.uint32 if element == core.uint32 else np.int32
+        kind = {core.uint32: np.uint32, core.float32: np.float32}.get(element, np.int32)
         parts = [np.broadcast_to(registers[f"${pack * i + k}"], words[0].shape) for k in range(pack)]
         data = np.stack(parts, axis=-1).reshape(shape).view(kind)
         results.append(core.tensor(TensorHandle(data, element), core.block_type(element, shape)))

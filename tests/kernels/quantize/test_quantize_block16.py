@@ -107,6 +107,13 @@ def test_hoppers_random_bits_in_the_interpreter(case):
     check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
 
 
+@pytest.mark.usefixtures("on_hopper")
+@parametrize("value", 2.0**-95, np.inf, slow=[0.0, 2.0**-60, 3e38, np.nan])
+def test_hopper_divides_as_defined(value):
+    x = 2.0**-100 * draw_tensor(np.random.default_rng(7), (16, 64), "wide", "float32")
+    check("four over six", x.at[3, 5].set(value), (-1,))
+
+
 @pytest.mark.parametrize(
     ("case", "axis"), [("weights", -2), ("eden, H128", -1), ("ue5m3", -2), ("scales of runs", -1)]
 )
