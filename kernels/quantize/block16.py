@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from mxjax.kernels.launch import ceil_div, triton_call
@@ -21,6 +22,7 @@ from mxjax.kernels.mesh import RuleAxes, batched_by_vmap, partitioned
 from mxjax.kernels.quantize.block16_kernel import GROUP, RUN, SIDE, largest_kernel, quantize_block16_kernel
 from mxjax.kernels.quantize.launches import Pair, Tile, block16_tile, conversion
 from mxjax.kernels.quantize.quantizer import elements_of, placed_scalars, scalars_of
+from mxjax.numerics.blocks import magnitude_bits
 from mxjax.numerics.formats import UE5M3, get_format
 from mxjax.numerics.hadamard import fixed_signs
 from mxjax.numerics.operand import FourOverSix
@@ -122,8 +124,9 @@ def quantize_block16(
 ) -> list[KernelOperand]:
     """Returns x, times its factor or those of runs, or without its mean, quantized for each use.
 
-    There is at most one for each axis. x is read once for the largest magnitudes that tensor scales need, and
-    once to quantize it, but for each use apart where one launch has too few registers for both. The bits are
+    There is at most one for each axis. x is read once for the largest magnitudes that tensor scales need,
+    unless XLA finds them where it computes x, and once to quantize it, but for each use apart where one
+    launch has too few registers for both. The bits are
     those that `mxjax.rotate` and `mxjax.quantize` define, on the CPU: XLA's divisions on GPUs are not rounded
     correctly.
 
@@ -190,15 +193,43 @@ def quantizer_of(pair: Pair, before: str, target: Target | None):
     def run(x, scalars, *more):
         places = [jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:]]
         start = _Start(before, target)
-        maxima = _maxima(pair, start, x, scalars, [*places, *more])
+        if largest_by_xla(pair, before, x.dtype):
+            x, maxima = _maxima_by_xla(pair, x)
+        else:
+            maxima = _maxima(pair, start, x, scalars, [*places, *more])
         return _on_mesh(pair, start, x.shape, scalars.shape[0])(x, maxima, scalars, *places, *more)
 
     return batched_by_vmap(run, shared=1)
 
 
+def _scaled(pair: Pair) -> list[OperandUse | None]:
+    """Returns the uses that need the tensor's largest magnitude."""
+    return [use if use and _largest_scale(use) and not _run_of(use) else None for use in pair]
+
+
+def largest_by_xla(pair: Pair, before: str, dtype: DTypeLike) -> bool:
+    """Whether XLA finds the largest magnitude, where it can in the pass that computes x.
+
+    It does where no use rotates x, which then is the only tensor of which the magnitude is needed.
+    """
+    scaled = [use for use in _scaled(pair) if use]
+    return dtype == jnp.bfloat16 and not before and bool(scaled) and not any(use.rotation for use in scaled)
+
+
+def _maxima_by_xla(pair: Pair, x) -> tuple[jax.Array, Int32[Array, "v 2"]]:
+    """Returns x, which others are to read, and what `_maxima` does: the same bits, but of NaN, by XLA.
+
+    Rows come first and with x behind a barrier: see `mxjax.kernels.quantize.fp8`.
+    """
+    of_rows = jnp.max(magnitude_bits(x.astype(jnp.float32)), axis=-1, initial=0)
+    x, of_rows = lax.optimization_barrier((x, of_rows))
+    largest = jnp.max(of_rows, axis=(1, 2), initial=0)
+    return x, jnp.stack([largest if use else jnp.zeros_like(largest) for use in _scaled(pair)], 1)
+
+
 def _maxima(pair: Pair, start: _Start, x, scalars, places) -> Int32[Array, "v 2"]:
     """Returns the bits of x's largest magnitude as each use rotates it; 0 where no tensor scale needs it."""
-    scaled = [use if use and _largest_scale(use) and not _run_of(use) else None for use in pair]
+    scaled = _scaled(pair)
     rotated = [use for use in scaled if use and use.rotation]
     plain = any(use and not use.rotation for use in scaled)
     found = {}

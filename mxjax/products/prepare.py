@@ -172,11 +172,26 @@ def with_bounds(x: Float[Array, "*batch r c"], use: OperandUse) -> OperandUse:
 def once[T](x: T, uses: Sequence[OperandUse]) -> T:
     """Returns x behind a barrier, because several passes read it, and XLA would recompute it in each.
 
-    For the kernel that casts to FP8 there is none: XLA finds the largest magnitude where it computes x.
+    Where XLA finds the largest magnitude for one kernel that reads x, it does where it computes x: that puts
+    both behind a barrier.
     """
-    if isinstance(x, jax.Array) and _casts_by_kernel(x, uses):
+    if isinstance(x, jax.Array) and (_casts_by_kernel(x, uses) or _has_largest_by_xla(x, uses)):
         return x
     return lax.optimization_barrier(x)
+
+
+def _has_largest_by_xla(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
+    """Whether XLA finds the largest magnitude of x, in bfloat16, for the kernel for blocks of 16."""
+    own = [use for use in uses if use.reads is None]
+    plain = all(use.form == "bf16" and use.operand.is_block16 and use.operand.split == "none" for use in own)
+    if not own or not plain or not _kernel_takes(x, own, "bf16"):
+        return False
+    if not all(takes_seen(x, use) for use in uses if use.reads is not None):
+        return False
+    from mxjax.kernels.quantize.block16 import largest_by_xla
+
+    by_axis = {use.axis: use for use in own}
+    return largest_by_xla((by_axis.get(-1), by_axis.get(-2)), "", x.dtype)
 
 
 def _casts_by_kernel(x: jax.Array, uses: Sequence[OperandUse]) -> bool:
