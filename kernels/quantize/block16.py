@@ -246,6 +246,8 @@ def _maxima(pair: Pair, start: _Start, x, scalars, places) -> Int32[Array, "v 2"
 def _largest_on_mesh(use: OperandUse | None, plain: bool, start: _Start, shape, scalars: int):
     """Returns the call of `largest_kernel` that a mesh may shard between tiles."""
     *_, r, c = shape
+    # It rounds nothing, so that four over six halves no tile.
+    use = use and use._replace(operand=dataclasses.replace(use.operand, four_over_six=None))
     tile = block16_tile((use, None) if use is None or use.axis == -1 else (None, use), start.target, shape)
     axes = RuleAxes("scalars")
     r_axis = axes.compound("r", r, tile.rows)
