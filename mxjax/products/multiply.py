@@ -1,7 +1,6 @@
 """One GEMM of two prepared operands. Implementations multiply differently, but always the same values."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -43,20 +42,39 @@ def multiply(
         case KernelOperand(run_scales=jax.Array()), KernelOperand(run_scales=jax.Array()):
             return Product(_multiply_runs(lhs, rhs, dtype, layout))
         case KernelOperand(scales=None), KernelOperand():
-            return _multiply_bfloat16(lhs, rhs, dtype, precision, layout)
+            product = Product(_multiply_bfloat16(lhs, rhs, dtype, precision, layout))
+            return _with_factors(product, lhs, rhs, dtype)
         case KernelOperand(), KernelOperand():
-            raw, factors = _multiply_packed(lhs, rhs, implementation, dtype, precision, carriers, layout)
+            product = _multiply_packed(lhs, rhs, implementation, dtype, precision, carriers, layout)
+            return _with_factors(product, lhs, rhs, dtype)
         case MXArray(), MXArray() if implementation == "reference":
             return Product(_multiply_reference(lhs, rhs, layout).astype(dtype))
         case MXArray(), MXArray():
-            raw, factors = _multiply_xla(lhs, rhs, dtype, precision, layout), None
+            raw = _multiply_xla(lhs, rhs, dtype, precision, layout)
         case _:
             raise TypeError(
                 f"multiply needs two KernelOperand or two MXArray, got {type(lhs)} and {type(rhs)}"
             )
     for factor in (_factor(lhs, -1), _factor(rhs, -2)):
         raw = raw if factor is None else raw * factor
-    return Product(raw, factors) if factors else Product(raw.astype(dtype))
+    return Product(raw.astype(dtype))
+
+
+def _with_factors(product: Product, lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike) -> Product:
+    """Returns a product with the factors of its operands, one for each.
+
+    Where the GEMM rounded its sums to bfloat16, what reads the product applies them, in float32.
+    """
+    raw, factors = product
+    if lhs.factor is None and rhs.factor is None:
+        return product if factors else Product(raw.astype(dtype))
+    of_lhs, of_rhs = (1.0 if q.factor is None else q.factor for q in (lhs, rhs))
+    if raw.dtype != jnp.bfloat16:
+        raw = raw * of_lhs * of_rhs
+        return Product(raw, factors) if factors else Product(raw.astype(dtype))
+    ones = jnp.ones((1,) * (raw.ndim - 1), jnp.float32)
+    rows, columns = factors or (ones, ones)
+    return Product(raw, (rows * of_lhs, columns * of_rhs))
 
 
 def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
@@ -77,19 +95,10 @@ def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
 
 def _multiply_bfloat16(
     lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, precision, layout: Layout | None
-) -> Product:
-    """Multiplies K-major operands that a kernel dequantized.
-
-    Where the GEMM rounds its sums to bfloat16, what reads the product applies their factors, in float32.
-    """
-    result = _result_dtype(dtype, precision, layout)
-    raw = contract(lhs.elements, -1, to_multiply(rhs.elements, layout), -1, precision, result)
-    factors = [factor for q in (lhs, rhs) if (factor := q.factor) is not None]
-    if result == jnp.bfloat16 and factors:
-        ones = (1,) * (raw.ndim - 1)
-        rows, columns = (jnp.asarray(f, jnp.float32).reshape(ones) for f in (*factors, 1)[:2])
-        return Product(raw, (rows, columns))
-    return Product(functools.reduce(jnp.multiply, factors, raw).astype(dtype))
+) -> jax.Array:
+    """Multiplies K-major operands that a kernel dequantized, without their factors."""
+    right, result = to_multiply(rhs.elements, layout), _result_dtype(dtype, precision, layout)
+    return contract(lhs.elements, -1, right, -1, precision, result)
 
 
 def _multiply_runs(
@@ -122,8 +131,10 @@ def _multiply_packed(
     rhs = dataclasses.replace(rhs, elements=elements, scales=scales)
     if 0 in (*lhs.elements.shape, *rhs.elements.shape):
         return Product(contract(decode(lhs), -1, decode(rhs), -1, precision))
-    exact = lhs.factor is None and rhs.factor is None and dtype in (jnp.bfloat16, jnp.float32)
-    dtype = dtype if exact else jnp.float32
+    if lhs.factor is not None or rhs.factor is not None:
+        dtype = _result_dtype(dtype, precision, layout)
+    elif dtype != jnp.bfloat16:
+        dtype = jnp.float32
     if implementation == "scaled_dot":
         return Product(_multiply_scaled_dot(lhs, rhs, dtype))
     if implementation in ("triton", "aiter"):
