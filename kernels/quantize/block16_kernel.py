@@ -356,9 +356,9 @@ def _elements(
                 counter + half, row, tl.load(scalars), tl.load(scalars + 1), is_nvidia(CONVERT)
             )
         for i in tl.static_range(0 if SIDE_OF.stochastic and PAIRS else 8):
-            scaled = xs[8 * half + i] * per_scale
+            scaled = tl.abs(xs[8 * half + i]) * per_scale
             _, element = round_element(scaled, random[i], SIDE_OF.stochastic, CLIPS)
-            elements, all_scaled = elements + (element,), all_scaled + (tl.abs(scaled),)
+            elements, all_scaled = elements + (element,), all_scaled + (scaled,)
     if len(pairs) == 0:
         for i in tl.static_range(8):
             pairs = pairs + (join_pair(elements[2 * i], elements[2 * i + 1], PAIRS),)
@@ -371,7 +371,7 @@ def _errors(xs, elements, scale, inverse, GROUPS: tl.constexpr, OTHER: tl.conste
     terms = ()
     for i in tl.static_range(16):
         # The product is exact, so that the subtraction may be fused with it.
-        difference = tl.fma(elements[i], scale, -tl.abs(xs[i] * inverse))
+        difference = tl.fma(elements[i], scale, -(tl.abs(xs[i]) * inverse))
         terms = terms + (tl.abs(difference) if SIDE_OF.four_over_six == "mae" else difference * difference,)
     error = sum_of_16(terms)
     if SIDE_OF.square:
