@@ -47,7 +47,7 @@ ALIKE = {"mistral", "qwen3", "qwen3_moe"}
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMES]
+    scope="module", params=[pytest.param(n, marks=pytest.mark.exhaustive) if n in ALIKE else n for n in NAMES]
 )
 def architecture(request, tmp_path_factory):
     """The name of an architecture, the run imported from its golden checkpoint, and the golden arrays."""

@@ -54,12 +54,8 @@ QUANTIZED = [("blocks.1.*", "fp32"), ("blocks.0.attention.scores", "wgrad"), ("h
 @parametrize(
     ("config", "rules", "documents"),
     (WINDOWS, EXACT, None),
-    slow=[
-        (WINDOWS, EXACT, Documents(7)),
-        (SMALL, QUANTIZED, None),
-        (SMALL, QUANTIZED, Documents(7)),
-        (SMALL, QUANTIZED, Documents(7, restart_positions=True)),
-    ],
+    slow=[(WINDOWS, EXACT, Documents(7)), (SMALL, QUANTIZED, Documents(7, restart_positions=True))],
+    exhaustive=[(SMALL, QUANTIZED, None), (SMALL, QUANTIZED, Documents(7))],
 )
 def test_a_cache_changes_no_logits(config, rules, documents):
     """Up to the order of sums, after prompts and later chunks, also beyond a window.

@@ -69,8 +69,11 @@ def loss_and_gradients(*quantized):
     )
 
 
-@pytest.mark.parametrize(
-    "layer", [n if n == "mlp.down" else pytest.param(n, marks=pytest.mark.slow) for n in LINEAR_LAYERS]
+@parametrize(
+    "layer",
+    "mlp.down",
+    slow=["attention.qkv"],
+    exhaustive=[n for n in LINEAR_LAYERS if n not in ("mlp.down", "attention.qkv")],
 )
 def test_layers_pinned_to_bf16_run_in_bf16_beside_a_quantized_one(layer):
     """Bit for bit in all three GEMMs: quantizing a layer to zero does no more than zeros in its weight."""

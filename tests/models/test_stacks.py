@@ -55,7 +55,8 @@ def test_names_have_the_numbers_of_the_blocks():
 def test_quantized_weights_are_those_of_the_policies_of_their_blocks():
     params = decoder.init(MIXED, jax.random.key(0))
     policies = layer_policies(MIXED, "bf16", [("blocks[2:].*", "wgrad")])
-    found = quantized_weights(params, policies, block_numbers(MIXED))["blocks"]
+    quantize = jax.jit(lambda params: quantized_weights(params, policies, block_numbers(MIXED)))
+    found = quantize(params)["blocks"]
     for module in ("mlp", "dense_mlp"):
         before, after = params["blocks"][module]["down"], found[module]["down"]
         np.testing.assert_array_equal(after[0], before[0])

@@ -24,13 +24,6 @@ MORE += ["wgrad_hadamard:context=2,fsdp=2,tensor=2:2:64", "full_hadamard:context
 POLICIES = ["bf16", "wgrad_hadamard", "full_hadamard", "wgrad_sr", "wgrad_rht"]
 
 
-@pytest.fixture(scope="module")
-def found():
-    """What a process with eight devices finds of losses and of products."""
-    records = on_devices(8, "support.contexts", "losses", *CASES, "products", *POLICIES)
-    return records[: len(CASES)], records[len(CASES) :]
-
-
 def check_losses(found, cases):
     assert [record["case"] for record in found] == cases
     for record in found:
@@ -39,24 +32,25 @@ def check_losses(found, cases):
 
 
 @pytest.mark.slow
-def test_losses_and_gradients_are_those_of_one_device(found):
-    """With windows by layer, sinks and two documents a sequence, or with a causal mask alone."""
-    check_losses(found[0], CASES)
+def test_losses_gradients_and_products_are_those_of_one_device():
+    """With windows by layer, sinks and two documents a sequence, or with a causal mask alone.
+
+    Products of shared sequences have the bits of one device: Wgrad's blocks of tokens and random bits are the
+    same; only sums over devices have another order.
+    """
+    records = on_devices(8, "support.contexts", "losses", *CASES, "products", *POLICIES)
+    check_losses(records[: len(CASES)], CASES)
+    products = records[len(CASES) :]
+    assert [record["policy"] for record in products] == POLICIES
+    for record in products:
+        *same, dw = record["errors"]
+        assert same == [0, 0], record
+        assert dw < 3e-7, record
 
 
 @pytest.mark.exhaustive
 def test_losses_and_gradients_on_more_meshes_are_those_of_one_device():
     check_losses(on_devices(8, "support.contexts", "losses", *MORE), MORE)
-
-
-@pytest.mark.slow
-def test_products_of_shared_sequences_have_the_bits_of_one_device(found):
-    """Wgrad's blocks of tokens and random bits are the same; only sums over devices have another order."""
-    assert [record["policy"] for record in found[1]] == POLICIES
-    for record in found[1]:
-        *same, dw = record["errors"]
-        assert same == [0, 0], record
-        assert dw < 3e-7, record
 
 
 @pytest.mark.parametrize(

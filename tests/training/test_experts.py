@@ -12,8 +12,8 @@ from training.command_line import parse
 
 EXPERTS = {"n": 4, "active": 2, "balance_loss": 0.01, "balance_rate": 1e-3, "shared": 1}
 MODEL = {"d_model": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ff": 32}
-MODEL |= {"windows": [8, 0], "sinks": True, "qk_norm": True, "qkv_bias": True, "experts": EXPERTS}
-MODEL |= {"dense_d_ff": [0, 48]}
+MODEL |= {"experts": EXPERTS, "dense_d_ff": [0, 48]}
+ATTENTION = {"windows": [8, 0], "sinks": True, "qk_norm": True, "qkv_bias": True}
 FLAGS = ["--policy", "wgrad_rht", "--batch-size", "4", "--seq-len", "32", "--eval-batches", "1"]
 FLAGS += ["--warmup-steps", "1", "--steps", "4", "--log-every", "1"]
 
@@ -55,6 +55,7 @@ def test_a_run_records_what_its_routers_do(tmp_path, flags, capsys):
 
 @pytest.mark.exhaustive
 def test_a_run_resumes_bit_for_bit(tmp_path, flags):
+    (tmp_path / "model.json").write_text(json.dumps(MODEL | ATTENTION))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     program.train(parse([*flags, "--out", str(whole)]))
     program.train(parse([*flags, "--out", str(parts), "--stop-after", "2"]))

@@ -88,10 +88,12 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         (SMALL, 8, 64, 1, "bf16", "xla", "dots"),
         (MIXED, 8, 64, 1, "bf16", "xla", "none"),
         (SMALL, 8, 128, 1, "wgrad_hadamard", "fp8_carriers", "fp4"),
-        (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
         (DecoderConfig(4096, 64, 2, 4, 2, 16, 192), 4, 64, 1, "bf16", "xla", "full"),
-        (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
         (SMALL, 2, 4096, 1, "bf16", "xla", "full"),
+    ],
+    exhaustive=[
+        (DecoderConfig(257, 256, 2, 4, 4, 64, 688), 2, 64, 1, "bf16", "xla", "none"),
+        (SMALL, 2, 1024, 1, "bf16", "xla", "none"),
     ],
 )
 def test_the_estimate_is_near_what_is_allocated(case):
@@ -119,8 +121,7 @@ def test_adapters_and_packed_weights_are_counted():
     assert 0.5 < allocated / estimate.total < 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@parametrize("moments", slow=["bfloat16"], exhaustive=["float32"])
 def test_muon_s_moments_and_temporary_arrays_are_counted(moments):
     """The parameters have the moments' type."""
     model = DecoderConfig(257, 256, 2, 4, 4, 64, 688)

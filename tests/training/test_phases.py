@@ -27,7 +27,7 @@ from training.log.mlperf import TOKEN
 from training.log.report import idle_policies
 from training.phases import parse_schedule, phases_of
 
-SWITCHING = "wgrad_sr; fp8 from 4"
+SWITCHING = "wgrad_sr; fp8 from 3"
 
 
 def run(text, out, policy, *flags):
@@ -38,7 +38,7 @@ def run(text, out, policy, *flags):
 def switched(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "switched"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run(text, out, SWITCHING, "--checkpoint-every", "3", "--mllog")
+        run(text, out, SWITCHING, "--checkpoint-every", "2", "--keep-checkpoints", "3", "--mllog")
     (out.parent / "printed.txt").write_text(printed.getvalue())
     return out
 
@@ -106,25 +106,26 @@ def test_a_policy_that_layers_leave_nothing_is_named():
 
 
 @pytest.mark.slow
-def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(text, switched, tmp_path):
+def test_a_run_that_switches_equals_one_stopped_and_resumed_in_the_other_policy(
+    text, switched, tmp_path, monkeypatch
+):
     out = tmp_path / "run"
-    run(text, out, "wgrad_sr", "--stop-after", "3")
-    run(text, tmp_path / "other", "fp8", "--stop-after", "1")
+    run(text, out, "wgrad_sr", "--stop-after", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(training_program, "take_steps", lambda *_: {})
+        run(text, tmp_path / "other", "fp8")
     description, other = (json.loads((r / "config.json").read_text()) for r in (out, tmp_path / "other"))
     description["config"]["precision"]["policy"] = "fp8"
     description |= {name: other[name] for name in ("phases", "policies")}
     (out / "config.json").write_text(json.dumps(description))
     run(text, out, "fp8", "--resume")
     jax.tree.map(np.testing.assert_array_equal, weights(out), weights(switched))
-    of_stopping = [r for r in untimed(out) if not (r["step"] == 3 and "eval_loss" in r)]
-    assert of_stopping == [r for r in untimed(switched) if "policy" not in r]
+    assert untimed(out) == [r for r in untimed(switched) if "policy" not in r]
 
 
 @pytest.mark.slow
-def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path, monkeypatch):
-    schedule, out = "wgrad_sr; fp8 from 3", tmp_path / "run"
-    run(text, tmp_path / "whole", schedule)
-    original = loop.evaluate
+def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, switched, tmp_path, monkeypatch):
+    out, original = tmp_path / "run", loop.evaluate
 
     def signal_and_evaluate(eval_step, params, batches):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -133,9 +134,9 @@ def test_an_evaluation_owed_by_a_phase_is_repeated_in_its_policy(text, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", signal_and_evaluate)
         with pytest.raises(SystemExit, match="interrupted after step 2"):
-            run(text, out, schedule)
-    run(text, out, schedule, "--resume")
-    assert untimed(out) == untimed(tmp_path / "whole")
+            run(text, out, SWITCHING)
+    run(text, out, SWITCHING, "--resume")
+    assert untimed(out) == untimed(switched)
 
 
 OWN = """
@@ -152,7 +153,7 @@ def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, swit
     files, out = [tmp_path / "own.py", tmp_path / "low.json"], tmp_path / "run"
     files[0].write_text(OWN)
     files[1].write_text(mxjax.policy_to_json(mxjax.get_policy("fp8")))
-    schedule = f"{files[0]}:own; {files[1]} from 4"
+    schedule = f"{files[0]}:own; {files[1]} from 3"
     run(text, out, schedule, *FROM_FILES, "--stop-after", "2")
     for file in files:
         file.unlink()
@@ -167,11 +168,11 @@ def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, swit
 
 def test_the_record_names_the_phases_and_the_switch(switched):
     description = json.loads((switched / "config.json").read_text())
-    assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "wgrad_sr"), (4, "fp8")]
+    assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "wgrad_sr"), (3, "fp8")]
     assert description["phases"][1]["layers"]["blocks.0.mlp.down"].startswith("fprop fp8_e4m3")
     records = untimed(switched)
-    switch = records.index({"step": 4, "policy": "fp8"})
-    assert [r["step"] for r in records[:switch]] == [1, 2, 2, 3]
+    switch = records.index({"step": 3, "policy": "fp8"})
+    assert [r["step"] for r in records[:switch]] == [1, 2, 2]
     assert "loss" in records[switch + 1]
 
 
@@ -179,8 +180,8 @@ def test_the_start_prints_the_phases(switched):
     printed = (switched.parent / "printed.txt").read_text()
     assert "policy wgrad_sr:\n" in printed
     assert "\n  blocks.0-3.mlp.down: fprop mxfp4:floor x mxfp4:floor | " in printed
-    assert "policy fp8 from step 4:\n" in printed
-    assert "step      4  policy fp8 from here on" in printed
+    assert "policy fp8 from step 3:\n" in printed
+    assert "step      3  policy fp8 from here on" in printed
 
 
 @pytest.mark.slow
@@ -193,8 +194,8 @@ def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
 
     assert evaluate()["policy"] == "fp8"
     assert evaluate()["eval_loss"] == evaluate(policy="fp8")["eval_loss"] == by_step[6]
-    assert evaluate(step=3)["policy"] == "wgrad_sr"
-    assert evaluate(step=3)["eval_loss"] != evaluate(step=3, policy="fp8")["eval_loss"]
+    assert evaluate(step=2)["policy"] == "wgrad_sr"
+    assert evaluate(step=2)["eval_loss"] != evaluate(step=2, policy="fp8")["eval_loss"]
 
 
 def test_mlperf_s_log_names_the_lowest_precision_of_all_phases(switched):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from support.dots import ASSORTED
 from support.llamas import layer_policies
-from support.runs import lines, weights
+from support.runs import LAYERS, lines, weights
 
 import mxjax
 import train as training_program
@@ -162,7 +162,7 @@ def test_measuring_changes_no_training(text, tmp_path):
     found, states = {}, {}
     for name, flags in {"without": [], "with": ["--stats-every", "2", "--profile", "3:4"]}.items():
         out = tmp_path / name
-        flags = [*flags, "--policy", "wgrad", "--data", str(text), "--out", str(out)]
+        flags = [*flags, "--policy", "wgrad", "--layers", *LAYERS, "--data", str(text), "--out", str(out)]
         training_program.train(parse([*SMALL, *flags]))
         found[name], states[name] = lines(out), weights(out)
     jax.tree.map(np.testing.assert_array_equal, states["with"], states["without"])

@@ -88,15 +88,11 @@ def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
-@pytest.mark.parametrize(  # with norms of queries and keys it is Qwen3-MoE, else Mixtral
+@parametrize(  # with norms of queries and keys it is Qwen3-MoE, else Mixtral
     ("name", "qk_norm"),
-    [
-        ("nvfp4", False),
-        *(
-            pytest.param(*c, marks=pytest.mark.slow)
-            for c in (("mxfp4", True), ("mxfp4", False), ("nvfp4", True))
-        ),
-    ],
+    ("nvfp4", False),
+    slow=[("mxfp4", True)],
+    exhaustive=[("mxfp4", False), ("nvfp4", True)],
 )
 def test_each_expert_is_packed(qk_norm, name, tmp_path):
     """Each has the values that `ragged_dot` multiplies, and transformers finds all it looks for.

@@ -64,17 +64,17 @@ def test_updates_are_those_of_optax_s_muon_by_matrix(model, rms):
         return [leaves[path][index][:, columns] for path, index, columns in places]
 
     theirs = optax.contrib.muon(0.5, beta=0.95, weight_decay=0.3, consistent_rms=rms)
-    matrices, theirs_state = cut(start), theirs.init(cut(start))
+    matrices, theirs_state, update = cut(start), theirs.init(cut(start)), jax.jit(theirs.update)
     for g in grads:
-        updates, theirs_state = theirs.update(cut(g), theirs_state, matrices)
+        updates, theirs_state = update(cut(g), theirs_state, matrices)
         matrices = optax.apply_updates(matrices, updates)
     for found, expected in zip(cut(params), matrices, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
     adamw = make_optimizer(dataclasses.replace(config, optimizer="adamw"))
-    others, others_state = start, adamw.init(start)
+    others, others_state, update = start, adamw.init(start), jax.jit(adamw.update)
     for g in grads:
-        updates, others_state = adamw.update(g, others_state, others, learning_rate=jnp.float32(0.25))
+        updates, others_state = update(g, others_state, others, learning_rate=jnp.float32(0.25))
         others = optax.apply_updates(others, updates)
     moved = {path for path, *_ in places}
     blocks = dict(jax.tree_util.tree_leaves_with_path(others["blocks"]))
