@@ -54,10 +54,11 @@ def poison(monkeypatch, bad_steps):
 
 @pytest.mark.slow
 def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, monkeypatch):
+    """Also where the run has stopped, and goes on by skipping."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = ["--steps", "8", "--on-nonfinite", "skip"]
+    flags, skip = ["--steps", "8"], ["--on-nonfinite", "skip"]
     poison(monkeypatch, (3, 4, 7))
-    train(*arguments(text, whole, *flags))
+    train(*arguments(text, whole, *flags, *skip))
     steps = [r for r in untimed(whole) if "loss" in r]
     assert [r["step"] for r in steps if r.get("skipped")] == [3, 4, 7]
     assert [r["step"] for r in steps if r["loss"] == "nan"] == [3, 4, 7]
@@ -65,19 +66,12 @@ def test_skipped_steps_leave_the_run_going_and_resuming_equal(text, tmp_path, mo
     _, final = weights(whole)
     assert (final["rest"]["step"], final["rest"]["skipped"]) == (8, 3)
     assert {path.name for path in whole.glob("nonfinite-*")} == {f"nonfinite-step-{i}" for i in (3, 4, 7)}
-    train(*arguments(text, parts, *flags, "--stop-after", "3"))
-    train("--resume", "--out", parts)
+    with pytest.raises(NonFiniteError, match=r"at step 3, policy bf16.*--resume --on-nonfinite skip"):
+        train(*arguments(text, parts, *flags, "--checkpoint-every", "1"))
+    train("--resume", "--out", parts, *skip, "--stop-after", "3")
+    train("--resume", "--out", parts, *skip)
     assert [r for r in untimed(parts) if "loss" in r] == steps
     jax.tree.map(np.testing.assert_array_equal, weights(parts)[1], final)
-
-
-@pytest.mark.slow
-def test_a_run_that_stopped_goes_on_by_skipping(text, tmp_path, monkeypatch):
-    poison(monkeypatch, (3,))
-    with pytest.raises(NonFiniteError, match=r"at step 3, policy bf16.*--resume --on-nonfinite skip"):
-        train(*arguments(text, tmp_path / "run", "--steps", "5", "--checkpoint-every", "1"))
-    train("--resume", "--out", tmp_path / "run", "--on-nonfinite", "skip")
-    assert [r["step"] for r in untimed(tmp_path / "run") if r.get("skipped")] == [3]
 
 
 @pytest.mark.slow
@@ -214,43 +208,31 @@ def two_processes(program, number, *folders):
     return [run.communicate()[0].splitlines() for run in runs]
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """The folder of checkpoints, and what two processes print in which all three programs run."""
-    saved, failed = (tmp_path_factory.mktemp(name) for name in ("saved", "failed"))
-    return saved, two_processes(COUNT + SAVE + FAIL, signal.SIGTERM, str(saved), str(failed))
-
-
 @pytest.mark.slow
-def test_processes_agree_where_to_end(together):
-    """One of two, of which the other is slower, gets the signal; both end before the same step."""
-    _, (first, second) = together
-    assert first[0] == second[0]
-    assert first[0].isdigit()
+def test_processes_agree_where_to_end_save_together_and_end_together(tmp_path):
+    """One of two, of which the other is slower, gets a signal; both end before the same step.
 
-
-@pytest.mark.slow
-def test_processes_save_together_and_set_aside_what_is_damaged(together):
-    tmp_path, lines = together
+    They save together, and set aside what is damaged. At last there is no room for a checkpoint where the
+    second runs, and the first may rename nothing: what fails in one ends both.
+    """
+    saved, failed = tmp_path / "saved", tmp_path / "failed"
+    lines = two_processes(COUNT + SAVE + FAIL, signal.SIGTERM, str(saved), str(failed))
+    assert lines[0][0] == lines[1][0]
+    assert lines[0][0].isdigit()
     first, second = (of_one[-6:-2] for of_one in lines)
     assert first[2:] == ["['continuing from the checkpoint of step 3']", "{'next_index': 3} True"]
     assert second[2:] == first[2:]
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "3", "damaged-4"}
-    assert {path.name for path in tmp_path.glob("*/checksums*")} == {"checksums.json"}
+    assert {path.name for path in saved.iterdir()} == {"1", "3", "damaged-4"}
+    assert {path.name for path in saved.glob("*/checksums*")} == {"checksums.json"}
     # Each adds up the bytes of arrays that it wrote itself, the first what belongs to all, too.
-    summed, summed_by_second = (json.loads(lines[0]) for lines in (first, second))
+    summed, summed_by_second = (json.loads(of_one[0]) for of_one in (first, second))
     assert summed_by_second == ["ocdbt.process_1"]
     assert "ocdbt.process_0" in summed
     assert "ocdbt.process_1" not in summed
-    read, read_by_second = (set(json.loads(lines[1])) for lines in (first, second))
+    read, read_by_second = (set(json.loads(of_one[1])) for of_one in (first, second))
     assert not read & read_by_second
     assert 0 <= len(read) - len(read_by_second) <= 1
-
-
-@pytest.mark.slow
-def test_what_fails_in_one_process_ends_all(together):
-    """There is no room for a checkpoint where the second runs; the first may rename nothing."""
-    first, second = (of_one[-2:] for of_one in together[1])
+    first, second = (of_one[-2:] for of_one in lines)
     assert first[0].endswith("process 1: [Errno 28] No space left on device")
     assert second[0].endswith("--resume. [Errno 28] No space left on device")
     assert re.match("ValueError the checkpoints in .* for damage: .* Permission denied", first[1])

@@ -24,7 +24,6 @@ from mxjax.runtime.devices import Target, use_target
 from mxjax.runtime.mesh import Layout
 
 ON_PACKED = ["fp8_carriers", "scaled_dot"]
-POLICIES = ["wgrad", "full_hadamard", "full_rht", "tetrajet", "lumen", "fprop"]
 
 
 def tensors(m=40, k=96, n=72, dtype=jnp.bfloat16, seed=0):
@@ -56,7 +55,12 @@ def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-@parametrize("policy", "wgrad_hadamard", slow=POLICIES)
+@parametrize(
+    "policy",
+    "wgrad_hadamard",
+    slow=["full_rht", "tetrajet", "fprop"],
+    exhaustive=["wgrad", "full_hadamard", "lumen"],
+)
 def test_multiplies_the_values_of_the_reference(policy):
     args = tensors()
     expected = all_three(*args, policy, "reference")

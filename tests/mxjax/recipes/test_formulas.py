@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard
 from support.dots import assert_near, with_gradients
-from support.marks import parametrize
 from support.oracles import ELEMENT_INFO, quantize, round_nearest
 from support.recipes import nearest, with_signs
 
@@ -18,7 +17,6 @@ import mxjax
 from mxjax.policy import Policy
 
 M, K, N = 64, 96, 32
-IMPLEMENTATIONS = [pytest.param("reference", marks=pytest.mark.slow), "xla"]
 
 
 @functools.cache
@@ -29,9 +27,9 @@ def tensors():
     return x + np.float32(3) * x[:1], w, dy + np.float32(2) * dy[:1]
 
 
-def assert_agrees(policy, implementation, expected):
+def assert_agrees(policy, expected):
     x, w, dy = tensors()
-    dot = functools.partial(mxjax.dot, policy=policy, implementation=implementation)
+    dot = functools.partial(mxjax.dot, policy=policy, implementation="xla")
     assert_near(with_gradients(dot, x, w, dy=dy), expected, 2e-6, 1e-5)
 
 
@@ -48,13 +46,8 @@ def blocks_of_16(t):
     return (round_nearest(blocks / scale, ELEMENT_INFO["e1m2"]) * scale).reshape(t.shape)
 
 
-@parametrize(
-    ("name", "quantized", "implementation"),
-    ("uniform4", mx, "xla"),
-    ("uniform4_fp32", blocks_of_16, "xla"),
-    slow=[("uniform4", mx, "reference"), ("uniform4_fp32", blocks_of_16, "reference")],
-)
-def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized, implementation):
+@pytest.mark.parametrize(("name", "quantized"), [("uniform4", mx), ("uniform4_fp32", blocks_of_16)])
+def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized):
     """Three products of quantized operands, each rotated with its own signs along what it contracts."""
     signs = np.random.default_rng(1).choice([-1, 1], (3, 16))
     gemms = nearest(mxjax.get_policy(name)).gemms.values()
@@ -69,7 +62,6 @@ def test_uniform4_multiplies_rotated_operands_on_a_uniform_grid(name, quantized,
     fprop, dgrad, wgrad = signs
     assert_agrees(
         policy,
-        implementation,
         (
             seen(x, fprop) @ seen(w.T, fprop).T,
             seen(dy, dgrad) @ seen(w, dgrad).T,
@@ -108,15 +100,13 @@ def nvfp4(t, rows=1):
     return (round_nearest(blocks / scale, ELEMENT_INFO["e2m1"]) * scale).reshape(t.shape)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_averis_splits_the_means_of_x_and_dy_off(implementation):
+def test_averis_splits_the_means_of_x_and_dy_off():
     """The mean's products are exact. Wgrad has no cross terms: the rest's sum over tokens is zero."""
     x, w, dy = tensors()
     x_mean, dy_mean = (t.mean(axis=0, keepdims=True, dtype=np.float64) for t in (x, dy))
     x_rest, dy_rest = x - x_mean, dy - dy_mean
     assert_agrees(
         nearest(mxjax.get_policy("averis")),
-        implementation,
         (
             nvfp4(x_rest) @ nvfp4(w.T, 16).T + x_mean @ w,
             nvfp4(dy_rest) @ nvfp4(w, 16).T + dy_mean @ w.T,

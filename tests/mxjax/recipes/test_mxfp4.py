@@ -15,7 +15,6 @@ from mxjax import Gemm, Operand, Policy
 
 GOLDEN = golden("mxfp4_recipes")
 DRAWS = 64
-STOCHASTIC = ["tetrajet", "amazon", "amazon_no_hadamard"]
 
 
 def run(policy, implementation, key=None):
@@ -28,7 +27,7 @@ def assert_agrees(found, name, kinds):
     assert_near([found[kind] for kind in kinds], [GOLDEN[f"{name}/{kind}"] for kind in kinds], 2e-6, 1e-5)
 
 
-@parametrize("implementation", "xla", slow=["reference", "fp8_carriers"])
+@parametrize("implementation", "xla", slow=["fp8_carriers"], exhaustive=["reference"])
 def test_the_layer_of_tetrajet_rounded_to_nearest_is_that_of_the_repository(implementation):
     found = run(nearest(mxjax.get_policy("tetrajet")), implementation)
     assert_agrees(found, "tetrajet", ("y", "dx", "dw"))
@@ -62,8 +61,7 @@ def test_stochastic_rounding_draws_the_values_of_the_repository_with_its_probabi
     assert np.std(p - theirs) < (0.5 / DRAWS) ** 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STOCHASTIC)
+@parametrize("name", slow=["tetrajet", "amazon"], exhaustive=["amazon_no_hadamard"])
 def test_means_and_noise_of_the_gradients_are_those_of_the_repository(name):
     """Means agree with the repository's, and with GEMMs of the values that it rounds."""
     policy = mxjax.get_policy(name)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dots import assert_near, products, with_gradients
+from support.marks import parametrize
 
 import mxjax
 from mxjax import Gemm, Operand, Policy, Rotation
@@ -269,22 +270,19 @@ def exact_products():
     return (x, w, dy), (x @ w, dy @ w.T, x.T @ dy)
 
 
-# They differ little from another.
-VARIANTS = {
+ALIKE = {
+    # They differ little from another.
     *("nvfp4_te", "nvfp4_unclipped", "four_over_six_mae", "ue5m3_no_tensor_scale", "lumen_dequantized"),
     *("ms_fp4_clip", "uniform4_fp32"),
+    # Their products are compared with their authors' code, or with formulas, by the modules beside this one.
+    *("amazon", "averis", "four_over_six", "quartet2", "tetrajet", "tetrajet_v2", "uniform4"),
+    # Each of their GEMMs is another policy's too.
+    *("fprop", "fprop_dgrad", "wgrad_sr", "wgrad_rht", "wgrad_hadamard", "wgrad_hadamard32"),
 }
-# Their products are compared with their authors' code, or with formulas, by the modules beside this one.
-COMPARED = {"amazon", "averis", "four_over_six", "quartet2", "tetrajet", "tetrajet_v2", "uniform4"}
-# Each of their GEMMs is another policy's too.
-COMPOSED = {"fprop", "fprop_dgrad", "wgrad_sr", "wgrad_rht", "wgrad_hadamard", "wgrad_hadamard32"}
 
 
 # Lengths that no block or rotation divides, so that every policy pads.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in VARIANTS | COMPARED | COMPOSED else n for n in PLAIN],
-)
+@parametrize("name", *(n for n in PLAIN if n not in ALIKE), exhaustive=[n for n in PLAIN if n in ALIKE])
 def test_every_policy_runs_with_the_error_of_its_formats(name):
     policy = mxjax.get_policy(name)
     (x, w, dy), exact = exact_products()
