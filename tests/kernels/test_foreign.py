@@ -9,7 +9,7 @@ import json
 import os
 
 import pytest
-from support.code_objects import EMULATED_ATTENTION, EMULATED_GEMMS, EMULATED_QUANTIZERS, MORE_QUANTIZERS
+from support import code_objects
 from support.programs import run_compiled
 
 SNAPSHOT = os.environ.get("MXJAX_TINYGRAD")
@@ -18,21 +18,21 @@ pytestmark = [
     pytest.mark.skipif(SNAPSHOT is None, reason="MXJAX_TINYGRAD does not name a checkout of tinygrad"),
 ]
 
-ATTENTION = [*EMULATED_ATTENTION, "attention_*_1x149x1x2x128_*"]
-QUANTIZERS = [*EMULATED_QUANTIZERS, *MORE_QUANTIZERS, "draw_*"]
-PATTERNS = [*EMULATED_GEMMS, *QUANTIZERS, *ATTENTION]
+ATTENTION = [*code_objects.EMULATED_ATTENTION, *code_objects.MORE_ATTENTION]
+QUANTIZERS = [*code_objects.MORE_QUANTIZERS, "draw_*"]
+GEMMS = [*code_objects.EMULATED_GEMMS, *code_objects.MORE_GEMMS]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns the folder of the builds that an emulator runs in seconds."""
     out = tmp_path_factory.mktemp("builds")
-    only = [f"--only={pattern}" for pattern in PATTERNS]
+    only = [f"--only={pattern}" for pattern in (*GEMMS, *QUANTIZERS, *ATTENTION)]
     run_compiled("mxjax.kernels.cases", "--target=gfx950", "--jobs=2", f"--out={out}", *only)
     return out / "gfx950"
 
 
-@pytest.mark.parametrize("patterns", [EMULATED_GEMMS, QUANTIZERS, ATTENTION])
+@pytest.mark.parametrize("patterns", [GEMMS, QUANTIZERS, ATTENTION])
 def test_code_objects_write_what_is_expected(folder, patterns):
     printed = run_compiled("foreign.emulator", SNAPSHOT, folder, *patterns)
     results = [json.loads(line) for line in printed.splitlines()]

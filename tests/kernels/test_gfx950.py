@@ -12,19 +12,17 @@ from gfx950 import assembly, machine
 from gfx950.memory import BASE, Memory
 from gfx950.races import Accesses
 from support import code_objects
-from support.code_objects import EMULATED_GEMMS, LLAMA, STEP, build, elements_of, records, starting
-from support.marks import parametrize
+from support.code_objects import LLAMA, STEP, build, elements_of, records, starting
 from support.programs import run_compiled
 
 from mxjax.kernels.cases import check, expected
-from mxjax.kernels.cases.compile import list_builds
 from mxjax.kernels.matmul.tiles import TILES
 
 pytestmark = pytest.mark.slow
 
-LARGE = ["grouped_rows_*_tile256x*", "attention_*_1x149x1x2x128_*"]  # emulated for long
 LATE = ("vmcnt", "lgkmcnt")
 GEMM_KERNELS = {"gemm_kernel", "grouped_rows_kernel", "grouped_sums_kernel"}
+ATTENTION_KERNELS = {"forward_kernel", "key_gradients_kernel", "query_gradients_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +201,11 @@ def test_quantizers_store_16_bytes(quantizers):
         assert sum(stores.values()) <= 2 * len(sides_of(d)), d["name"]
 
 
-def test_attention_multiplies_in_bfloat16(gfx950):
+def test_attention_multiplies_in_bfloat16(found):
     """Keys and values go straight into LDS in the forward kernel, and are transposed as they are read."""
-    found = [d for d in gfx950.values() if d["name"].startswith("attention_")]
-    assert len(found) == len(list_builds("attention", "gfx950"))
-    for d in found:
+    attention = [d for d in found if d["kernel"] in ATTENTION_KERNELS]
+    assert {d["kernel"] for d in attention} == ATTENTION_KERNELS
+    for d in attention:
         opcodes = d["whole_kernel"]["opcodes"]
         assert list(starting(opcodes, "v_mfma", "v_smfmac", "v_dot")) == ["v_mfma_f32_32x32x16_bf16"], d[
             "name"
@@ -270,28 +268,32 @@ def assert_all_write_what_is_expected(records, folder, late=LATE):
         assert_writes_what_is_expected(record, text, inputs, wanted, seed=i, late=late, preloaded=preloaded)
 
 
-@parametrize(
+@pytest.mark.parametrize(
     "pattern",
-    *(pattern for pattern in EMULATED_GEMMS if pattern not in LARGE),
-    *(*code_objects.EMULATED_QUANTIZERS, *code_objects.EMULATED_ATTENTION),
-    exhaustive=LARGE,
+    [
+        *(*code_objects.EMULATED_GEMMS, *code_objects.EMULATED_QUANTIZERS),
+        *code_objects.EMULATED_ATTENTION,
+    ],
 )
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     assert_all_write_what_is_expected([gfx950[name] for name in fnmatch.filter(gfx950, pattern)], builds)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("pattern", EMULATED_GEMMS)
-def test_gemms_write_what_is_expected_with_early_loads_and_late_reads(gfx950, builds, pattern):
-    """A race is found whenever a transfer is done; this is the other time of all."""
-    records = [gfx950[name] for name in fnmatch.filter(gfx950, pattern)]
-    assert_all_write_what_is_expected(records, builds, late=("lgkmcnt",))
-
-
-@pytest.mark.exhaustive
-def test_quantizers_of_more_shapes_write_what_is_expected(tmp_path):
-    build(tmp_path, {"gfx950": code_objects.MORE_QUANTIZERS})
-    assert_all_write_what_is_expected(list(records(tmp_path).values()), tmp_path)
+@pytest.mark.parametrize(
+    ("patterns", "lates"),
+    [
+        # A race is found whenever a transfer is done; early loads and late reads are the other time of all.
+        ([*code_objects.EMULATED_GEMMS, *code_objects.MORE_GEMMS], [LATE, ("lgkmcnt",)]),
+        (code_objects.MORE_QUANTIZERS, [LATE]),
+        (code_objects.MORE_ATTENTION, [LATE]),
+    ],
+    ids=["gemms", "quantizers", "attention"],
+)
+def test_more_code_objects_write_what_is_expected(tmp_path, patterns, lates):
+    build(tmp_path, {"gfx950": patterns})
+    for late in lates:
+        assert_all_write_what_is_expected(list(records(tmp_path).values()), tmp_path, late=late)
 
 
 def reads_outstanding_at_barriers(text):

@@ -19,28 +19,42 @@ STEP = [
     "quantize_4096x6144_float32_rows_packed_columns_packed",
     "quantize_4096x6144_float32_rows_packed-h16_columns_packed-h16",
 ]
-# What the emulator of gfx950 runs in seconds, in shapes with edges.
+# What the emulator of gfx950 runs in seconds, in shapes with edges; each option of a kernel is in some build.
 EMULATED_GEMMS = [
-    "gemm_2x*_tile*",
-    *("gemm_1x1x1x32_*", "gemm_1x5x7x96_*", "gemm_1x64x64x256_*", "gemm_1x65x33x288_*"),
-    *("gemm_1x256x256x512_*", "gemm_1x1100x70x32_*", "gemm_3x17x130x544_*"),
-    *("grouped_rows_*_tile[16]*", "grouped_rows_*_tile256x*", "grouped_sums_*_tile*"),
+    *("gemm_2x*_tile*", "grouped_rows_*_tile[16]*", "grouped_sums_*_tile*"),
+    *("gemm_1x1x1x32_float32", "gemm_1x5x7x96_bfloat16", "gemm_1x64x64x256_float32"),
+    *("gemm_1x65x33x288_float32", "gemm_1x256x256x512_bfloat16", "gemm_1x1100x70x32_float32"),
+    "gemm_3x17x130x544_bfloat16",
 ]
-EMULATED_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("65x97", "3x40x70")]
-MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in ("1x1", "1x33", "32x32", "33x1", "128x128", "256x256")]
+EMULATED_QUANTIZERS = [
+    *("quantize_3x40x70_bfloat16_*", "quantize_65x97_float*", "quantize_65x97_*_rows_packed-sr_*"),
+    *("quantize_65x97_*_rows_packed-32x32_*", "quantize_65x97_*_rows_packed-h128-*"),
+    *("quantize_65x97_*_rows_packed_columns_packed-h16-redrawn", "quantize_65x97_*_rows_bf16_*"),
+]
 EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
+# What it runs before a release.
+MORE_GEMMS = [f"gemm_1x{shape}_*" for shape in ("1x1x32", "5x7x96", "64x64x256", "65x33x288", "256x256x512")]
+MORE_GEMMS += ["gemm_1x1100x70x32_*", "gemm_3x17x130x544_*", "grouped_rows_*_tile256x*"]
+MORE_QUANTIZERS = [
+    f"quantize_{shape}_*"
+    for shape in ("1x1", "1x33", "32x32", "33x1", "3x40x70", "65x97", "128x128", "256x256")
+]
+MORE_ATTENTION = ["attention_*_1x149x1x2x128_*"]
 SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
 SMALL_KERNELS = ["carry_33x96_*", "sift_1x65x33_float32_*", "correct_1x65x33x288_float32", "draw_1_64_128"]
 # The builds for sm_90 that Triton's interpreter runs, and those that only the exhaustive tests run.
 INTERPRETED = [
     *("gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", *SMALL_KERNELS),
     *("quantize_65x97_bfloat16_rows_packed_*", "quantize_65x97_float32_rows_packed-0.75-32x32_*"),
-    *("quantize_*_200x160_*", "cast_208x144_*", "cast_*_208x144"),
+    *("quantize_normed_200x160_*_packed", "quantize_normed_200x160_*-rceil-sr"),
+    *("quantize_gated_result_200x160_*-even", "quantize_gated_result_200x160_*_packed-sr"),
+    *("quantize_gated_gradient_200x160_*-h16", "quantize_gated_gradient_200x160_*-h16-redrawn"),
+    *("cast_208x144_*", "cast_*_208x144"),
 ]
 MORE_INTERPRETED = [
     *("block16_65x97_nvfp4_*", "block16_65x97_quartet2_gradient_[02]", "block16_65x97_ue5m3_gradient_1"),
     *("gemm_1x5x7x96_float32", "gemm_1x65x33x288_bfloat16", "gemm_3x17x130x544_float32"),
-    *("quantize_200x136_*", "carry_1x8224_*", "correct_3x17x130x544_bfloat16"),
+    *("quantize_200x136_*", "quantize_*_200x160_*", "carry_1x8224_*", "correct_3x17x130x544_bfloat16"),
     *(
         "quantize_65x97_float32_rows_packed_*",
         "quantize_65x97_bfloat16_rows_none_*",
@@ -50,15 +64,15 @@ MORE_INTERPRETED = [
 ]
 BUILDS = {
     "gfx950": [
-        *(*EMULATED_GEMMS, *EMULATED_QUANTIZERS, "draw_*", "attention_*"),
+        *(*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, "draw_*", "attention_*_1x8192x*"),
         *(*LLAMA, *EXPERTS, *STEP, "quantize_8192x4096_bfloat16_rows_packed-sr_columns_packed-sr"),
     ],
     "sm_90": [
-        *(LLAMA[0], *SMALL_GEMMS, *STEP, *SMALL_KERNELS),
+        *(LLAMA[0], SMALL_GEMMS[-1], *STEP[:3], *SMALL_KERNELS),
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
-        *("carry_8192x4096_*", "carry_8192x28672_*", "correct_1x8192x6144x4096_*"),
+        *("carry_8192x4096_e4m3", "carry_8192x28672_e5m2", "correct_1x8192x6144x4096_*"),
     ],
-    "sm_100": [LLAMA[0], SMALL_GEMMS[0], *STEP],
+    "sm_100": [LLAMA[0], STEP[0], STEP[3]],
     "sm_120": [SMALL_GEMMS[0]],
 }
 """Patterns of the builds that the tests take, by target."""
@@ -75,8 +89,8 @@ EVERY_KERNEL = [
     *("block16_65x97_ue5m3_gradient_1", "attention_*_1x149x1x2x128_*"),
 ]
 MORE_BUILDS = {
-    "sm_90": [*MORE_INTERPRETED, *EVERY_KERNEL],
-    "sm_100": [*SMALL_GEMMS[1:], *EVERY_KERNEL],
+    "sm_90": [*MORE_INTERPRETED, *EVERY_KERNEL, *SMALL_GEMMS, STEP[3], "carry_8192x*"],
+    "sm_100": [*SMALL_GEMMS, *EVERY_KERNEL, *STEP],
     "sm_120": EVERY_KERNEL,
 }
 """Patterns of the builds that only the exhaustive tests take."""

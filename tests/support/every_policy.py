@@ -1,10 +1,12 @@
 """Lowers the dot of policies and a small Llama's step for a target, without compiling kernels.
 
     python -m support.every_policy dots BACKEND ARCH [MODEL_POLICY ...]
+    python -m support.every_policy some BACKEND ARCH [MODEL_POLICY ...]
     python -m support.every_policy steps BACKEND ARCH
 
 prints what became of each policy and implementation, as JSON, one a line: of the dots, and of the steps of
-the named policies by "xla"; or of all steps.
+the named policies by "xla"; or of all steps. `some` is the dots of each policy by two implementations, of
+which None is one.
 """
 
 import json
@@ -52,7 +54,7 @@ def attempt(lower, *arguments) -> dict[str, object]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-PROGRAMS = {"dots": lambda *case: lower_dot(*case).as_text(), "steps": lower_llama}
+PROGRAMS = {"steps": lower_llama} | dict.fromkeys(("dots", "some"), lambda *case: lower_dot(*case).as_text())
 
 
 def main(what: str, backend: str, arch: str, *model_policies: str) -> None:
@@ -62,8 +64,8 @@ def main(what: str, backend: str, arch: str, *model_policies: str) -> None:
     lowering.compile_kernel = lambda kernel, *_: MachineCode(
         b"\x7fELF", kernel.__name__, 4, 0, 0, 1, capability
     )
-    for policy in mxjax.policies():
-        for implementation in IMPLEMENTATIONS:
+    for i, policy in enumerate(mxjax.policies()):
+        for implementation in (IMPLEMENTATIONS[i % 4], None) if what == "some" else IMPLEMENTATIONS:
             said = attempt(PROGRAMS[what], target, policy, implementation)
             print(json.dumps({"policy": policy, "implementation": implementation} | said))
     for policy in model_policies:

@@ -72,7 +72,7 @@ def assert_same_elements(got, wanted):
 
 
 @pytest.mark.slow
-@settings(max_examples=12)  # a shape takes a second to compile
+@settings(max_examples=6)  # a shape takes a second to compile
 @given(
     seed=st.integers(0, 100),
     n=st.integers(1, 40),

@@ -85,7 +85,7 @@ def test_products_of_like_scales_are_exact(target, carriers):
             np.testing.assert_array_equal(y, wanted.astype(dtype))
 
 
-@parametrize("carriers", ("e5m2", "e4m3"), slow=[("e4m3", "e4m3"), ("e5m2", "e5m2")], ids=str)
+@parametrize("carriers", ("e5m2", "e4m3"), exhaustive=[("e4m3", "e4m3"), ("e5m2", "e5m2")], ids=str)
 @parametrize("k", 96, exhaustive=[8224])
 def test_what_carriers_lose_is_recomputed(carriers, k):
     """Scales span more than FP8 does, so that rows of both operands lose elements, near and far.
@@ -156,8 +156,16 @@ def products(x, w, dy, sizes, *, policy, implementation):
     return y, *vjp(dy)
 
 
-@parametrize("implementation", "fp8_carriers", slow=["triton"])
-@parametrize("policy", "wgrad_hadamard", slow=["fprop", "bf16", "fp8"])
+@parametrize(
+    ("policy", "implementation"),
+    ("wgrad_hadamard", "fp8_carriers"),
+    slow=[
+        ("wgrad_hadamard", "triton"),
+        ("fp8", "triton"),
+        ("fprop", "fp8_carriers"),
+        ("bf16", "fp8_carriers"),
+    ],
+)
 def test_ragged_dot_by_kernels_has_the_values_of_the_definition(policy, implementation):
     """Without what no expert reads, which is NaN; scales span forty binades.
 
@@ -184,12 +192,12 @@ def test_one_program_takes_any_sizes():
     """Also mapped, one after another."""
     x, w, dy = (jnp.round(4 * t.astype(jnp.float32)) / 4 for t in tensors(150))
     run = functools.partial(products, x, w, dy, policy="wgrad")
-    sizes = jnp.array([(0, 150, 0), (0, 0, 0), (17, 1, 110)])
+    sizes = jnp.array([(0, 0, 0), (17, 1, 110)])
     found = [run(each, implementation="fp8_carriers") for each in sizes]
     for each, got in zip(sizes, found, strict=True):
         assert_same(got, run(each, implementation="xla"))
-    mapped = jax.vmap(functools.partial(run, implementation="fp8_carriers"))(sizes[1:])
-    for i, got in enumerate(found[1:]):
+    mapped = jax.vmap(functools.partial(run, implementation="fp8_carriers"))(sizes)
+    for i, got in enumerate(found):
         assert_same([t[i] for t in mapped], got)
 
 

@@ -83,7 +83,7 @@ LONG = [
 ]
 test_any_options = pytest.mark.slow(
     with_any_options(
-        15,
+        8,
         ((1, 1), "normal", "bfloat16", (ROWS, COLUMNS), "packed", 0),
         ((2, 1, 33), "normal", "float32", (ROWS, COLUMNS_H16), "packed", 0),
     )
@@ -107,7 +107,8 @@ test_nvidia_tiles_at_length = pytest.mark.exhaustive(with_any_options(30, *LONG,
     ("rule", "form", "rounding"),
     *((rule, "packed", "nearest") for rule in RULES),
     *(("floor", form, "stochastic") for form in ("packed", "bf16")),
-    slow=[(rule, "bf16", "nearest") for rule in RULES],
+    slow=[("even", "bf16", "nearest")],
+    exhaustive=[(rule, "bf16", "nearest") for rule in RULES if rule != "even"],
 )
 def test_rules_and_roundings(rule, form, rounding):
     x = draw_tensor(np.random.default_rng(0), (64, 64), "wide", "bfloat16")

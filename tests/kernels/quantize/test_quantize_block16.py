@@ -94,7 +94,7 @@ ALIKE = {"to nearest, both", "weights", "four over six", "four over six, weights
 ALIKE.add("scales of runs")
 
 
-@parametrize("case", *(case for case in CASES if case not in ALIKE), slow=sorted(ALIKE))
+@parametrize("case", *(case for case in CASES if case not in ALIKE), exhaustive=sorted(ALIKE))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_orientations_have_the_definitions_bits(case, shape):
     x = draw_tensor(np.random.default_rng(0), shape, "wide", "bfloat16")

@@ -37,7 +37,6 @@ EVEN = [OperandUse(-1, Operand(scale_rule="even")), OperandUse(-2, Operand(scale
 RCEIL = OperandUse(-1, Operand(scale_rule="rceil"))
 SEEN = DRAWN._replace(operand=Operand(rounding="stochastic", scale_rule="rceil"), reads=RCEIL)
 H16 = mxjax.get_policy("wgrad_hadamard")
-LAYERS = "product", "mlp", "normed mlp"
 
 
 def draw_operand(kind, r, c):
@@ -201,8 +200,7 @@ def test_results_and_gradients_are_those_of_separate_steps(
     assert_close(*results, bound)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", LAYERS)
+@parametrize("kind", slow=["product", "mlp"], exhaustive=["normed mlp"])
 def test_mapped_layers(on_hopper, kind):
     """Under vmap of x its tokens join, and under vmap of the gradient each has its own."""
     x, *others = draw_layer(kind, (3, 32), 32, 32)
