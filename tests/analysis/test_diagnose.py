@@ -80,6 +80,7 @@ def test_gradients_alone_are_those_of_a_pass(passes, name):
     np.testing.assert_allclose(alone.loss, loss, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_have_the_z_loss_of_the_run(passes, monkeypatch):
     params, batches, _ = passes
     policies = decoder.layer_policies(MODEL, mxjax.get_policy("bf16"))

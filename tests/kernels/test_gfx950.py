@@ -268,13 +268,7 @@ def assert_all_write_what_is_expected(records, folder, late=LATE):
         assert_writes_what_is_expected(record, text, inputs, wanted, seed=i, late=late, preloaded=preloaded)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *(*code_objects.EMULATED_GEMMS, *code_objects.EMULATED_QUANTIZERS),
-        *code_objects.EMULATED_ATTENTION,
-    ],
-)
+@pytest.mark.parametrize("pattern", code_objects.EMULATED)
 def test_code_objects_write_what_is_expected(gfx950, builds, pattern):
     assert_all_write_what_is_expected([gfx950[name] for name in fnmatch.filter(gfx950, pattern)], builds)
 

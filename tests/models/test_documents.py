@@ -69,7 +69,7 @@ def test_documents_equal_separate_sequences(monkeypatch, config, rules, longest,
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), gradients, expected)
 
 
-@parametrize("longest", 8, slow=[64])
+@parametrize("longest", slow=[8, 64])
 def test_gradients_across_documents_are_exactly_zero(monkeypatch, longest):
     """In bfloat16, as in training: the embeddings of one document's tokens against the losses of the next."""
     monkeypatch.setattr(attention, "LONGEST_WHOLE", longest)

@@ -93,6 +93,7 @@ def test_all_experts_active_are_one_mlp(changes):
     assert summary(config.experts, found.routing)["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_experts_without_tokens_get_zeros_and_no_nan():
     """Two experts get all tokens; the first has an odd number, which blocks of 32 pad."""
     params = decoder.init(CONFIG, jax.random.key(0))
@@ -106,6 +107,7 @@ def test_experts_without_tokens_get_zeros_and_no_nan():
     assert np.any(mlp["router"] != 0)
 
 
+@pytest.mark.slow
 def test_biases_balance_the_load_without_a_gradient():
     config = with_experts(balance_rate=1e-2, balance_loss=None, z_loss=None)
     params = decoder.init(config, jax.random.key(0))

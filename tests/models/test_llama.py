@@ -71,8 +71,7 @@ def loss_and_gradients(*quantized):
 
 @parametrize(
     "layer",
-    "mlp.down",
-    slow=["attention.qkv"],
+    slow=["mlp.down", "attention.qkv"],
     exhaustive=[n for n in LINEAR_LAYERS if n not in ("mlp.down", "attention.qkv")],
 )
 def test_layers_pinned_to_bf16_run_in_bf16_beside_a_quantized_one(layer):
@@ -93,6 +92,7 @@ def random_mlp(policy):
     return [("*.mlp.down", policy)]
 
 
+@pytest.mark.slow
 def test_blocks_of_other_policies_take_their_own_weights_and_bits(params):
     """Blocks of different policies run in separate scans; splitting one must change nothing."""
     whole = layer_policies(SMALL, "fp32", random_mlp("full_sr"))

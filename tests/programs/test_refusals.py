@@ -250,8 +250,10 @@ def test_other_scripts_are_names_like_any():
 
 @parametrize(
     "flags",
-    ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
-    slow=[["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"]],
+    slow=[
+        ["--policy", "primus_deosc", "--layers", "blocks[1].mlp.down=primus_turbo"],
+        ["--policy", "wgrad", "--set", "wgrad.*.scale_rule=even"],
+    ],
 )
 def test_the_command_of_a_run_resumes_it_when_repeated(text, tmp_path, monkeypatch, flags, capsys):
     monkeypatch.setattr(training_program, "take_steps", lambda *_: {})

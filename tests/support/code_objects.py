@@ -32,13 +32,12 @@ EMULATED_QUANTIZERS = [
     *("quantize_65x97_*_rows_packed_columns_packed-h16-redrawn", "quantize_65x97_*_rows_bf16_*"),
 ]
 EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
+EMULATED = [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION]
 # What it runs before a release.
 MORE_GEMMS = [f"gemm_1x{shape}_*" for shape in ("1x1x32", "5x7x96", "64x64x256", "65x33x288", "256x256x512")]
 MORE_GEMMS += ["gemm_1x1100x70x32_*", "gemm_3x17x130x544_*", "grouped_rows_*_tile256x*"]
-MORE_QUANTIZERS = [
-    f"quantize_{shape}_*"
-    for shape in ("1x1", "1x33", "32x32", "33x1", "3x40x70", "65x97", "128x128", "256x256")
-]
+MORE_SHAPES = ("1x1", "1x33", "32x32", "33x1", "3x40x70", "65x97", "128x128", "256x256")
+MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in MORE_SHAPES]
 MORE_ATTENTION = ["attention_*_1x149x1x2x128_*"]
 SMALL_GEMMS = ["gemm_1x65x33x288_float32", "gemm_3x17x130x544_bfloat16", "gemm_2x*_tile*"]
 SMALL_KERNELS = ["carry_33x96_*", "sift_1x65x33_float32_*", "correct_1x65x33x288_float32", "draw_1_64_128"]
@@ -64,7 +63,7 @@ MORE_INTERPRETED = [
 ]
 BUILDS = {
     "gfx950": [
-        *(*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION, "draw_*", "attention_*_1x8192x*"),
+        *(*EMULATED, "draw_*", "attention_*_1x8192x*"),
         *(*LLAMA, *EXPERTS, *STEP, "quantize_8192x4096_bfloat16_rows_packed-sr_columns_packed-sr"),
     ],
     "sm_90": [

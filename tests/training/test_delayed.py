@@ -72,6 +72,7 @@ def test_a_step_writes_the_largest_magnitudes_and_their_scales():
     np.testing.assert_array_equal(amax["attention.qkv"].x[0], probed["attention.qkv"].x[0])
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_give_the_magnitudes_of_the_whole():
     """The gradients of a part's mean are four times as large, in the last layer, which no cast precedes."""
     whole, parts = (take(optimizer_of(), accumulate=n)[0].opt_state[1].histories for n in (1, 4))

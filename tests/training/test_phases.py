@@ -166,6 +166,7 @@ def test_a_run_keeps_its_policies_when_their_files_and_names_are_gone(text, swit
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_record_names_the_phases_and_the_switch(switched):
     description = json.loads((switched / "config.json").read_text())
     assert [(p["first_step"], p["policy"]) for p in description["phases"]] == [(1, "wgrad_sr"), (3, "fp8")]
@@ -176,6 +177,7 @@ def test_the_record_names_the_phases_and_the_switch(switched):
     assert "loss" in records[switch + 1]
 
 
+@pytest.mark.slow
 def test_the_start_prints_the_phases(switched):
     printed = (switched.parent / "printed.txt").read_text()
     assert "policy wgrad_sr:\n" in printed
@@ -198,6 +200,7 @@ def test_an_evaluation_runs_in_the_policy_of_its_step(switched):
     assert evaluate(step=2)["eval_loss"] != evaluate(step=2, policy="fp8")["eval_loss"]
 
 
+@pytest.mark.slow
 def test_mlperf_s_log_names_the_lowest_precision_of_all_phases(switched):
     log = (switched / "mllog.txt").read_text().splitlines()
     events = {e["key"]: e["value"] for e in (json.loads(line.removeprefix(TOKEN)) for line in log)}

@@ -3,6 +3,7 @@
 import pytest
 import triton
 from support.code_objects import STEP, elements_of, records, starting
+from support.marks import parametrize
 
 from mxjax.kernels.cases import assembly
 from mxjax.kernels.cases import compile as aot
@@ -103,7 +104,7 @@ def test_sm_90_carrier(cuda, shape, carrier):
     assert sum(n for x, n in opcodes.items() if carrier.upper() in x) == times * 4 * blocks
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
+@parametrize("target", *aot.TARGETS[:2], slow=aot.TARGETS[2:])
 def test_builds_have_names_of_their_own(target):
     builds = [b for module in aot.MODULES for b in aot.list_builds(module, target)]
     assert len({b.name for b in builds}) == len(builds)

@@ -41,7 +41,7 @@ def test_remat_replays_the_random_bits(policy):
     assert_same(jax.jit(remat)(x, w, key), jax.jit(plain)(x, w, key))
 
 
-@parametrize("policy", ASSORTED, slow=[mxjax.get_policy("quartet2")], ids=["assorted", "quartet2"])
+@parametrize("policy", slow=[ASSORTED, mxjax.get_policy("quartet2")], ids=["assorted", "quartet2"])
 def test_an_exported_program_takes_any_number_of_tokens(policy):
     """Each policy pads, rotates and rounds stochastically along the tokens."""
     key, (x, w, dy) = jax.random.key(0), inputs()

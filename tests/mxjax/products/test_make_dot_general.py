@@ -142,6 +142,7 @@ def test_an_nnx_stream_advances_under_nnx_jit():
     assert model.first.dot_general.key.count[...] == 4
 
 
+@pytest.mark.slow
 def test_the_layers_of_nnx_attention_draw_from_one_stream():
     """Set as docs/integration.md does: attention keeps a `dot_general` that it is given as static."""
     rngs = nnx.Rngs(0, mxjax=1)

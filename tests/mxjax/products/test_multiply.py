@@ -238,7 +238,7 @@ def test_what_fits_eleven_bits_is_not_multiplied_again(value, lost, monkeypatch)
     np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1e-6 * float(jnp.abs(wanted[:3]).max()))
 
 
-@parametrize("policy", "tetrajet_v2", slow=["uniform4_fp32", "ms_fp4"])
+@parametrize("policy", "ms_fp4", slow=["uniform4_fp32", "tetrajet_v2"])
 def test_gpus_multiply_float32_scales_by_halves(policy, monkeypatch):
     halves = mock.Mock(wraps=contract_by_halves)
     monkeypatch.setattr("mxjax.operands.product.contract_by_halves", halves)

@@ -94,6 +94,7 @@ def test_fp8_carriers_give_the_bits_of_xla(policy, static):
     assert_same(by_fp8(*EXACT, given=jnp.array(sizes)), expected)
 
 
+@pytest.mark.slow
 def test_experts_without_rows_read_and_leave_nothing():
     """The first, the last, and all but one; what no expert reads is NaN."""
     x, w, dy = EXACT[0][:90], EXACT[1], EXACT[2][:90]
@@ -157,7 +158,7 @@ def test_forward_mode_raises(forward):
         forward(lambda x: mxjax.ragged_dot(x, w, sizes, policy="wgrad"), jnp.zeros((8, 32)))
 
 
-@pytest.mark.parametrize("axes", [(0, None, 0), (None, 2, None)])
+@parametrize("axes", (None, 2, None), slow=[(0, None, 0)])
 def test_vmap_maps_what_it_is_told(axes):
     """Each example has the bits of a call of its own, and shared weights the sum of their gradients."""
     pairs = zip((X, W, jnp.array(SIZES)), axes, strict=True)

@@ -26,8 +26,8 @@ from training.huggingface.importing import import_checkpoint
 @parametrize(
     "rhs",
     {},
-    {"format": "nvfp4", "scale_max": 256, "four_over_six": "mse"},
     slow=[
+        {"format": "nvfp4", "scale_max": 256, "four_over_six": "mse"},
         {"scale_rule": "even"},
         {"block_shape": (32, 32)},
         {"block_shape": 64},
@@ -90,8 +90,7 @@ def test_export_import_export_gives_the_same_bytes(run, tmp_path, name, rhs):
 
 @parametrize(  # with norms of queries and keys it is Qwen3-MoE, else Mixtral
     ("name", "qk_norm"),
-    ("nvfp4", False),
-    slow=[("mxfp4", True)],
+    slow=[("nvfp4", False), ("mxfp4", True)],
     exhaustive=[("mxfp4", False), ("nvfp4", True)],
 )
 def test_each_expert_is_packed(qk_norm, name, tmp_path):
