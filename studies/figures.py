@@ -30,16 +30,17 @@ LADDER_GROUP = ("60m", "tuned-60m")
 """Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
-    "60m, 64 x 512": ["60m-9105004.json"],
-    "125m, 64 x 512": ["125m-9105004.json"],
-    "350m, 64 x 512": ["ladder-350m-1f9899f.json", "ladder-350m-4df88e2.json"],
-    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-8aca9e4.json"],
+    "60m, 64 x 512": ["60m-e600af5.json"],
+    "125m, 64 x 512": ["125m-e600af5.json"],
+    "350m, 64 x 512": ["350m-1f03e87.json", "ladder-350m-4df88e2.json"],
+    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-29d7a92.json"],
     "Llama 3.1 8B, 2 x 8192, two GPUs": ["llama3.1-8b-2gpus-1f9899f.json"],
 }
 """The files by model and tokens; a line is of the first that has it, relative to bf16 there."""
 LINES = {
     "PyTorch, autocast": ("PyTorch, bfloat16", "white", "///"),
     "wgrad_hadamard": ("wgrad_hadamard", "#17365d", ""),
+    "wgrad_hadamard head=fp8": ("wgrad_hadamard, head=fp8", "#8db3e2", ""),
 }
 """Label, color and hatch of each line's bars; the colors differ in brightness, for print in grey."""
 
@@ -126,14 +127,15 @@ def relative_speeds() -> dict[str, dict[str, float]]:
 
 def draw_speed(speeds: dict[str, dict[str, float]]) -> Figure:
     """Draws a group of bars for each model."""
-    figure = Figure(figsize=(7, 0.9 + 0.5 * len(speeds)), layout="constrained")
+    figure = Figure(figsize=(7, 0.9 + 0.7 * len(speeds)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    height = 0.8 / len(LINES)
     for i, (name, (label, color, hatch)) in enumerate(LINES.items()):
         rows = {row: measured[name] for row, measured in enumerate(speeds.values()) if name in measured}
-        y = [row + 0.36 * (0.5 - i) for row in rows]
+        y = [row + height * ((len(LINES) - 1) / 2 - i) for row in rows]
         style = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.8}
-        axes.barh(y, list(rows.values()), 0.34, label=label, **style)
+        axes.barh(y, list(rows.values()), 0.94 * height, label=label, **style)
         for at, speed in zip(y, rows.values(), strict=True):
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
             note = {"textcoords": "offset points", "va": "center", "bbox": box, "fontsize": 8}
@@ -142,7 +144,7 @@ def draw_speed(speeds: dict[str, dict[str, float]]) -> Figure:
     axes.set_ylim(len(speeds) - 0.5, -0.5)
     axes.set_xlim(0, 1.5)
     axes.set_xlabel("training tokens/s on text, mxjax in bf16 = 1", fontsize=10)
-    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=9, reverse=True)
+    figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=9, reverse=True)
     return figure
 
 
