@@ -54,7 +54,7 @@ def losses_and_gradients(
     w_DV: Float[Array, "D V"],
     tied: bool,
     layout: Layout | None,
-) -> tuple[Float32[Array, ""], Float[Array, "P B S D"], Float32[Array, "D V"]]:
+) -> tuple[Float32[Array, ""], Float[Array, "P B S D"], Float[Array, "D V"]]:
     """Returns the sum of all losses times `weight`, in nats, and its gradients by x and w.
 
     Args:
@@ -70,7 +70,7 @@ def losses_and_gradients(
         of_w = _in_fp8(w_DV.T, [use._replace(axis=-3 - use.axis) for use in w_uses])
     else:
         of_w = _in_fp8(w_DV, w_uses)
-    run = _Run(uses, weight, tied, x.dtype)
+    run = _Run(uses, weight, tied, x.dtype, layout is not None)
     if layout is None:
         loss, dx, dw = run(of_x, of_w, targets, mask)
     else:
@@ -87,6 +87,7 @@ class _Run(NamedTuple):
     weight: float
     tied: bool
     dtype: Any
+    on_mesh: bool
 
     def __call__(self, of_x, of_w, targets_PN, mask_PN):
         (x_PND, x_PDN), (w_VD, w_DV) = of_x, of_w
@@ -103,7 +104,7 @@ class _Run(NamedTuple):
             is_token = mask_N > 0
             normalizer_N = jnp.where(is_token, normalizer_N, jnp.inf)  # makes their softmax zero
             d_NV, d_VN = self.gradient(logits_NV, normalizer_N, jnp.where(is_token, targets_N, -1))
-            dx_ND = multiply_fp8_tensors(d_NV, w_DV, self.dtype).value(self.dtype)
+            dx_ND = multiply_fp8_tensors(d_NV, w_DV, self.dtype, whole_sums=self.on_mesh).value(self.dtype)
             pair = (d_VN, x_DN) if self.tied else (x_DN, d_VN)
             return dw + multiply_fp8_tensors(*pair, jnp.float32).raw, (loss, dx_ND)
 
@@ -137,14 +138,16 @@ def cast_by_definition(
     for use in uses:
         element = get_format(use.operand.format).element
         assert element is not None
-        known = dataclasses.replace(use.operand, scaling="delayed"), jnp.float32(element.max)
-        [q] = _in_fp8(gradient_NV, [use._replace(operand=known[0], scale=known[1])])
+        operand = dataclasses.replace(use.operand, scaling="delayed")  # by the scale that is given
+        [q] = _in_fp8(gradient_NV, [use._replace(operand=operand, scale=jnp.float32(element.max))])
         made.append(dataclasses.replace(q, tensor_scale=jnp.float32(weight / element.max), amax=None))
     return made
 
 
 def _in_fp8(x: Float[Array, "..."], uses: Sequence[OperandUse]) -> list[KernelOperand]:
-    return [q for q in prepare(x, uses) if isinstance(q, KernelOperand)]
+    made = [q for q in prepare(x, uses) if isinstance(q, KernelOperand)]
+    assert len(made) == len(uses)
+    return made
 
 
 def _with(q: KernelOperand, elements: jax.Array) -> KernelOperand:

@@ -72,7 +72,7 @@ class Head(NamedTuple):
         return all(not g.rotation and g.lhs.format == g.rhs.format == "bf16" for g in gemms)
 
     def fp8_uses(self, w_DV: Float[Array, "D V"]) -> PolicyUses | None:
-        """Returns what `models.fp8_head` needs to compute the loss and its gradients, None if it does not."""
+        """Returns what `models.fp8_head` needs, None where `mxjax.dot` computes the products."""
         filled = self.vocab_size not in (None, w_DV.shape[1])
         if filled or self.z_loss or (self.layout is not None and not is_data_parallel()):
             return None
@@ -203,7 +203,7 @@ def _pieces(x_BSD, targets_BS, tokens: int):
     zeros.
     """
     B, S = targets_BS.shape
-    length = -(-S // min(-(-B * S // (LOSS_TOKENS * row_parts())), S))
+    length = -(-S // min(-(-B * S // (tokens * row_parts())), S))
     pieces = -(-S // length)
 
     def split(a):

@@ -16,8 +16,8 @@ The partitioned program of a step (read on 8 virtual devices; `tests/training/te
   - tensor adds all-reduces of float32 activations: after `attention.out` and `mlp.down` in the forward pass,
     after `attention.qkv` and `mlp.gate_up` in the backward pass. `mlp.gate_up` holds the gate's columns, then
     those of the up projection, because its blocks depend on the order; splitting it moves half of both.
-  - The head is gathered, and its gradient summed, once a step; with `tensor` or a quantized head, once for
-    each piece of the loss. A piece has a fixed number of tokens a device, so larger meshes have no more.
+  - The head is gathered, and its gradient summed, once a step; with `tensor`, or quantized otherwise than in
+    `fp8`, once for each piece of the loss. A piece has as many tokens a device on larger meshes.
 
 The order of the backward pass on a mesh, which decides what hides the sums of gradients over devices.
 

@@ -48,7 +48,7 @@ from models.attention.ring import ring_bytes
 from models.configs import DecoderConfig
 from models.decoder import abstract_params
 from models.experts.parallel import shape_of
-from models.loss import piece_tokens
+from models.loss import LOSS_TOKENS, piece_tokens
 from models.sharding import MESH_AXES, parts_of
 from mxjax.numerics.formats import BLOCK
 from mxjax.policy.layers import LayerPolicies
@@ -151,8 +151,9 @@ def step_memory(
     block = max(_block_bytes(config.block(i), tokens) for i in range(config.n_layers)) + scores
     again = 0 if remat == "none" else max(kept("none") - activations, 0) // config.n_layers
     own, gradients = device_bytes(params), device_bytes(in_float32(params))
-    piece = min(tokens, piece_tokens(policies["head"], implementation, config.vocab_size))
-    logits = (10 * piece + 6 * config.d_model) * config.vocab_size
+    by_dot = mesh["tensor"] > 1
+    piece = LOSS_TOKENS if by_dot else piece_tokens(policies["head"], implementation, config.vocab_size)
+    logits = (10 * min(tokens, piece) + 6 * config.d_model) * config.vocab_size
     largest = max(again + block, logits - gradients, update - activations)
     return Memory(
         parameters=own + device_bytes(frozen),

@@ -15,7 +15,7 @@ from mxjax.runtime.devices import Target, use_target
 LARGE, SMALL = (8192, 4096), (65, 97)
 RECIPES = {
     "nvfp4": (LARGE, SMALL),
-    "four_over_six": (SMALL,),
+    "four_over_six": (LARGE, SMALL),
     "quartet2": (SMALL,),
     "ue5m3": (SMALL,),
     "tetrajet_v2": (SMALL,),

@@ -95,7 +95,7 @@ def round_element(x, random, STOCHASTIC: tl.constexpr, CLIPS: tl.constexpr = Tru
     The product that is base is exact, so that it may be fused with the addition.
 
     Args:
-      CLIPS: whether abs(x) may be 7 or more.
+      CLIPS: whether abs(x) may round to 8: 7 or more, at random any above 6.
     """
     a = tl.minimum(tl.abs(x), 6.0) if CLIPS else tl.abs(x)
     bits = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, ONE)

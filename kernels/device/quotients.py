@@ -19,7 +19,7 @@ mul.rn.f32 q, x, i;
 }}"""
 _START = "{\n.reg .f32 x, n, i, q, r;\n"
 _DIVIDE = tl.constexpr(f"{_START}neg.f32 n, $2;\nmov.b32 i, $3;\n{_QUOTIENT}")
-# An inverse that is a unit wrong is corrected once. A divisor of 4 significant bits has few.
+# One correction makes an inverse that is a unit or two wrong right for each of the 8 significands of a scale.
 _DIVIDE_BY_SCALE = tl.constexpr(f"""{_START}neg.f32 n, $2;
 rcp.approx.ftz.f32 i, $2;
 fma.rn.f32 r, n, i, 0f3F800000;
@@ -36,11 +36,11 @@ def _inverse(divisor):
 def divide_twice(x, FIRST: tl.constexpr, second, inverse, PTX: tl.constexpr):
     """Returns x / FIRST / second for x >= 0 and second > 2**-120, whose inverse is given.
 
-    With PTX a quotient below 2**-40 may be another one below it.
+    With PTX a quotient below 2**-40 may be wrong, but is below 2**-40 too.
     """
     first = tl.full(x.shape, FIRST, tl.float32)
     second, inverse = tl.zeros_like(x) + second, tl.zeros_like(x) + inverse
-    if not PTX:
+    if not PTX or FIRST < 1:  # whose quotient may be infinite
         return tl.div_rn(tl.div_rn(x, first), second)
     # With a small divisor both are scaled. By an infinite one, what is finite becomes zero.
     small, infinite = second < 2.0**-40, second == float("inf")

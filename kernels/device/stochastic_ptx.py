@@ -212,7 +212,7 @@ def draw_pairs(xs, i: tl.constexpr, factor, counter, row, key0, key1, CLIPS: tl.
     They are 4 words of two bfloat16 each.
 
     Args:
-      CLIPS: whether a product may be 7 or more.
+      CLIPS: whether a product may be above 6.
     """
     TEXT: tl.constexpr = _DRAW_CLIPPED if CLIPS else _DRAW
     inputs = [xs[i], xs[i + 1], xs[i + 2], xs[i + 3], xs[i + 4], xs[i + 5], xs[i + 6], xs[i + 7], factor]

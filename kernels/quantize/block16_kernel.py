@@ -304,12 +304,14 @@ def _choose(chosen, others, xs, COUNT: tl.constexpr):
 
 @triton.constexpr_function
 def _second_clips(side):
-    """Whether the second scale of four over six may leave a magnitude of 7 or more, which would round to 8.
+    """Whether the second scale of four over six may leave a magnitude that would round to 8.
 
-    A scale that is not the largest is at least 2/3 of what it was rounded from, or it is zero. So a block's
-    largest magnitude, 2/3 of the target before that rounding, is the target at most.
+    That is 7 or more, or at random any above 6. A scale that is not the largest is at least 2/3 of what it
+    was rounded from, or it is zero. So a block's largest magnitude, 2/3 of the target before that rounding,
+    is the target at most.
     """
-    return side.target >= 6.5 or not 0 < side.tensor_divisor <= side.target * side.scale_most
+    rounds_to_8 = side.target > (6 if side.stochastic else 6.5)
+    return rounds_to_8 or not 0 < side.tensor_divisor <= side.target * side.scale_most
 
 
 @triton.constexpr_function
@@ -339,7 +341,7 @@ def _elements(
     """Returns the magnitudes of 16 tensors rounded by a scale, of what was rounded, and the former's pairs.
 
     Args:
-      CLIPS: whether a magnitude may be 7 or more.
+      CLIPS: whether a magnitude may round to 8: 7 or more, at random any above 6.
     """
     PAIRS: tl.constexpr = _in_pairs(CONVERT)
     per_scale = divide_by_scale(tl.zeros_like(scale) + inverse, scale, PAIRS)

@@ -21,8 +21,8 @@ class Product(NamedTuple):
 
     Attributes:
       raw: [*batch, m, n], the GEMM's result.
-      factors: factors of the rows and of the columns: powers of two with exponents from -63 to 63, or any,
-        one for all. None means ones.
+      factors: factors of the rows and of the columns. From FP8 carriers without a prescale they are powers of
+        two with exponents from -63 to 63. None means ones.
     """
 
     raw: Float[Array, "*batch m n"]

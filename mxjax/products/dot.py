@@ -59,7 +59,8 @@ def dot(
       key: JAX key for policies that draw random bits. The same key draws the same bits: fold in the step and
         the layer.
       implementation: how the MXFP4 products run, by default the fastest here. All multiply the same values
-        and accumulate in float32: "reference" in float32, the definition; "xla" in bfloat16, exactly;
+        and accumulate in float32, of which a GPU may round y and dx to bfloat16 before it applies scales of
+        tensors and prescales: "reference" in float32, the definition; "xla" in bfloat16, exactly;
         "fp8_carriers" in FP8, rows that it does not hold once more, unless that is below rounding; "triton",
         "scaled_dot" in packed FP4; "aiter" in packed FP4 by AMD's GEMM, rounding results to bfloat16.
       preferred_element_type: dtype of the result, by default `jnp.result_type(x, w)`; for an `MXArray`, x's.

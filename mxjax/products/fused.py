@@ -182,7 +182,9 @@ def _kernels_read(products: Sequence[tuple[Options, Literal["fprop", "dgrad"]]],
         gemm = options.policy.gemms[name]
         if gemm.lhs.prescale or gemm.rhs.prescale:
             return False
-        if (getattr(options.gemms, name) == "fp8_tensor") != (use.form == "fp8"):
+        implementation = getattr(options.gemms, name)
+        # Products of blocks of 16 have the scales of their tensors as factors.
+        if implementation == "xla_by_kernel" or (implementation == "fp8_tensor") != (use.form == "fp8"):
             return False
     return True
 

@@ -248,7 +248,7 @@ def value_of(options: Options, y: Product, w: Weight) -> jax.Array:
 
 
 Step = Callable[[Product], jax.Array]
-"""A step on a product in float32, before it gets its dtype, to which the last step may round."""
+"""A step on a product, in float32 but for a row that is added to it, before it gets its dtype."""
 
 CARRIERS: dict[str, tuple[Carrier, Carrier]] = {
     "fprop": ("e4m3", "e4m3"),

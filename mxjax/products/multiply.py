@@ -77,18 +77,13 @@ def _with_factors(product: Product, lhs: KernelOperand, rhs: KernelOperand, dtyp
     return Product(raw, (rows * of_lhs, columns * of_rhs))
 
 
-def _factor(q: Prepared, axis: int) -> jax.Array | float | None:
+def _factor(q: MXArray, axis: int) -> jax.Array | float | None:
     """Returns an operand's factor as its product takes it; vectors have one for each row or column.
 
     Args:
       axis: axis of length one, along which the factors of a vector operand are the same in the product.
     """
-    if (
-        isinstance(q, KernelOperand)
-        or not isinstance(q.factor, jax.Array)
-        or q.factor.ndim < 2
-        or q.axis == axis
-    ):
+    if not isinstance(q.factor, jax.Array) or q.factor.ndim < 2 or q.axis == axis:
         return q.factor
     return jnp.swapaxes(q.factor, -1, -2)
 
@@ -166,8 +161,8 @@ def _multiply_xla(lhs: MXArray, rhs: MXArray, dtype, precision, layout: Layout |
     if left.dtype == jnp.float32 and precision is None and "fp32" not in (lhs.format, rhs.format):
         left, right = map(lax.optimization_barrier, (left, right))  # computed once, though read several times
         return contract_float32(left, lhs.axis, right, rhs.axis)
-    done = left.dtype == jnp.bfloat16 and lhs.factor is None and rhs.factor is None
-    result = _result_dtype(dtype, exact, layout) if done else jnp.float32
+    in_bfloat16 = left.dtype == jnp.bfloat16 and lhs.factor is None and rhs.factor is None
+    result = _result_dtype(dtype, exact, layout) if in_bfloat16 else jnp.float32
     return contract(left, lhs.axis, right, rhs.axis, exact, result)
 
 
@@ -179,14 +174,14 @@ def _are_exact_in_fp8(lhs: MXArray, rhs: MXArray) -> bool:
 
 
 def _result_dtype(dtype: DTypeLike, precision: lax.PrecisionLike, layout: Layout | None) -> DTypeLike:
-    """Returns the dtype of a product of bfloat16 operands that will be read in `dtype`.
+    """Returns the dtype of a GEMM's result that will be read in `dtype`.
 
     It is bfloat16 on GPUs, if no sums over devices remain: XLA would often convert a float32 result in a pass
     of its own. A GEMM sums in float32 all the same; where cuBLAS splits a long contraction, it may add the
     parts in bfloat16, which any `precision` but the default prevents.
     """
-    default = precision in (None, lax.Precision.DEFAULT) and sums_on_each_device(layout)
-    return jnp.bfloat16 if default and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
+    rounds = precision in (None, lax.Precision.DEFAULT) and sums_on_each_device(layout)
+    return jnp.bfloat16 if rounds and on_gpu() and dtype == jnp.bfloat16 else jnp.float32
 
 
 def xla_operands(
@@ -218,17 +213,25 @@ def _multiply_fp8_carriers(lhs: KernelOperand, rhs: KernelOperand, dtype, carrie
 
 
 def multiply_fp8_tensors(
-    lhs: KernelOperand, rhs: KernelOperand, dtype: DTypeLike, layout: Layout | None = None
+    lhs: KernelOperand,
+    rhs: KernelOperand,
+    dtype: DTypeLike,
+    layout: Layout | None = None,
+    *,
+    whole_sums: bool = False,
 ) -> Product:
     """Multiplies in FP8, with the scales of both tensors. A product in float32 has no factors left.
 
     Where a GPU's GEMM may round its float32 sums to bfloat16 it does, without the scales: XLA applies them in
     what reads the product, in float32. It takes scales into a GEMM too, but that writes float32 then, which
     would be converted in a pass of its own, or has the scales rounded to bfloat16.
+
+    Args:
+      whole_sums: whether each device is known to compute whole sums, as under `jax.shard_map`.
     """
     left, right = lhs.elements, bytes_to_multiply(rhs.elements, layout)
     factors = [jnp.asarray(q.factor, jnp.float32) for q in (lhs, rhs)]
-    if on_gpu() and dtype == jnp.bfloat16 and sums_on_each_device(layout):
+    if on_gpu() and dtype == jnp.bfloat16 and (whole_sums or sums_on_each_device(layout)):
         rows, columns = (f.reshape((1,) * (left.ndim - 1)) for f in factors)
         return Product(contract_fp8(left, right, jnp.bfloat16), (rows, columns))
     if not on_gpu():

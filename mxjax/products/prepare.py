@@ -172,8 +172,8 @@ def with_bounds(x: Float[Array, "*batch r c"], use: OperandUse) -> OperandUse:
 def once[T](x: T, uses: Sequence[OperandUse]) -> T:
     """Returns x behind a barrier, because several passes read it, and XLA would recompute it in each.
 
-    Where XLA finds the largest magnitude for one kernel that reads x, it does where it computes x: that puts
-    both behind a barrier.
+    There is none where XLA finds the largest magnitude for the kernel: `quantize_block16` or `quantize_fp8`
+    then puts x and that behind one.
     """
     if isinstance(x, jax.Array) and (_casts_by_kernel(x, uses) or _has_largest_by_xla(x, uses)):
         return x

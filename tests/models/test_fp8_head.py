@@ -1,6 +1,7 @@
 """The loss of a head in FP8 and its gradients, beside those by `mxjax.dot` and by float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import mxjax
 from models import fp8_head
-from models.loss import Head, mean_loss
+from models.loss import Head, mean_loss, piece_tokens
 from mxjax.operands.kernel_operand import KernelOperand
 from mxjax.operands.use import OperandUse
 
@@ -44,6 +45,16 @@ def test_the_loss_is_that_by_dot_and_its_gradients_are_near_float64_s(tied, monk
     for got, wanted in zip(gradients, (d_logits @ w.T, np.einsum("bsd,bsv->dv", x, d_logits)), strict=True):
         error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
         assert 0.01 < error < 0.06  # two mantissa bits of the gradient
+
+
+def test_a_piece_of_a_small_vocabulary_has_more_tokens(monkeypatch):
+    monkeypatch.setattr("models.loss.LOSS_TOKENS", 8)
+    monkeypatch.setattr("models.loss.FP8_LOGITS", 32 * V)
+    x, w, targets = draw(2, 41)
+    loss = functools.partial(mean_loss, Head(FP8, CARRIERS))
+    program = jax.make_jaxpr(jax.grad(lambda x: loss(x, w, targets, None)))(x)
+    assert f"f32[{2 * 14},{V}]" in str(program)
+    assert piece_tokens(FP8, CARRIERS, V) == 32
 
 
 def test_it_is_for_plain_fp8_with_current_scales():

@@ -88,7 +88,10 @@ EVERY_KERNEL = [
     *("block16_65x97_ue5m3_gradient_1", "attention_*_1x149x1x2x128_*"),
 ]
 MORE_BUILDS = {
-    "sm_90": [*MORE_INTERPRETED, *EVERY_KERNEL, *SMALL_GEMMS, STEP[3], "carry_8192x*"],
+    "sm_90": [
+        *(*MORE_INTERPRETED, *EVERY_KERNEL, *SMALL_GEMMS, STEP[3], "carry_8192x*"),
+        "block16_8192x4096_four_over_six_*",
+    ],
     "sm_100": [*SMALL_GEMMS, *EVERY_KERNEL, *STEP],
     "sm_120": EVERY_KERNEL,
 }

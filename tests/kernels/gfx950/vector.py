@@ -91,6 +91,7 @@ KNOWN = {
     "v_bitop3_b16": {"bitop3"},
     "v_pk_mov_b32": {"op_sel"},
     "v_pk_sub_u16": {"clamp"},
+    "v_pk_lshrrev_b16": {"op_sel", "op_sel_hi"},
     "v_pk_add_f32": PACKED,
     "v_pk_mul_f32": PACKED,
     "v_pk_fma_f32": PACKED,
@@ -158,8 +159,22 @@ def pair_of_differences(w: Wave, i: Instruction) -> None:
     w.write(to.index, high << U32(16) | low)
 
 
+def pair_of_shifts(w: Wave, i: Instruction) -> None:
+    """Shifts the halves of words right: op_sel chooses the low result's operands, op_sel_hi the high's."""
+    to, *sources = i.operands
+    values = [w.read(o, "u") for o in sources]
+    halves = []
+    for choice in (i.bits("op_sel", 0, 2), i.bits("op_sel_hi", 1, 2)):
+        amount, value = (part_of(v, f"WORD_{half}") for v, half in zip(values, choice, strict=True))
+        halves.append(value >> (amount & U32(15)))
+    w.write(to.index, halves[1] << U32(16) | halves[0])
+
+
 def pair_of_floats(w: Wave, i: Instruction) -> None:
-    """Computes two words: op_sel chooses the low result's operands, op_sel_hi the high result's."""
+    """Computes two words: op_sel chooses the low result's operands, op_sel_hi the high result's.
+
+    The low word of a constant is its value; LLVM never takes the other.
+    """
     to, *sources = i.operands
     count = len(sources)
     choices = i.bits("op_sel", 0, count), i.bits("op_sel_hi", 1, count)
@@ -168,8 +183,9 @@ def pair_of_floats(w: Wave, i: Instruction) -> None:
     for choice, sign in zip(choices, signs, strict=True):
         taken = []
         for o, word, negative in zip(sources, choice, sign, strict=True):
-            assert o.kind != "constant", i.text
-            value = w.read(dataclasses.replace(o, index=o.index + word, words=1), "f")
+            is_constant = o.kind == "constant"
+            assert not (is_constant and word), i.text
+            value = w.read(o if is_constant else dataclasses.replace(o, index=o.index + word, words=1), "f")
             taken.append(-value if negative else value)
         results.append(PAIRS[i.opcode](*taken))
     for word, result in enumerate(results):
@@ -267,6 +283,7 @@ SPECIAL = {
     "v_permlane32_swap_b32": swap_lanes,
     "v_pk_mov_b32": pair_of_moves,
     "v_pk_sub_u16": pair_of_differences,
+    "v_pk_lshrrev_b16": pair_of_shifts,
     **dict.fromkeys(PAIRS, pair_of_floats),
     "v_cvt_scalef32_pk_fp4_f32": convert_to_e2m1,
     "v_mfma_scale_f32_16x16x128_f8f6f4": matrix,

@@ -29,6 +29,8 @@ NV, SQUARE = Operand("nvfp4"), Operand("nvfp4", block_shape=(16, 16))
 SR = dataclasses.replace(NV, rounding="stochastic")
 SIX = Operand("nvfp4", scale_max=256, four_over_six="mse")
 SIX_SR = dataclasses.replace(SIX, rounding="stochastic", four_over_six="mae", scale_target=5.5)
+SIX_TO_8 = dataclasses.replace(SIX_SR, scale_target=6.4)  # of which random rounding makes 8, if not clipped
+SMALL = Operand("nvfp4", scale_target=0.5, scale_max=2.0**-9)
 EDEN = mxjax.get_policy("quartet2").dgrad.lhs
 RUNS = Operand("nvfp4_1x128")
 UE5M3 = Operand("fp4_ue5m3", rounding="stochastic")
@@ -40,6 +42,8 @@ CASES = {
     "four over six": (SIX, SIX, None),
     "four over six, weights": (dataclasses.replace(SIX, block_shape=(16, 16)), NV, None),
     "four over six, stochastic": (SIX_SR, SIX_SR, H16),
+    "four over six, to 6.4": (SIX_TO_8, SIX_TO_8, H16),
+    "to small elements": (SMALL, SMALL, None),
     "eden, H128": (EDEN, EDEN, H128),
     "eden of single blocks": (dataclasses.replace(EDEN, eden=16), dataclasses.replace(EDEN, eden=64), None),
     "scales of runs": (RUNS, RUNS, H16),
@@ -91,7 +95,7 @@ SHAPES = [(2, 144, 272), (512, 2048)] if HAS_GPU else [(2, 48, 80)]
 
 # Cases of which each code path is in another, too.
 ALIKE = {"to nearest, both", "weights", "four over six", "four over six, weights", "eden of single blocks"}
-ALIKE.add("scales of runs")
+ALIKE |= {"scales of runs", "four over six, to 6.4", "to small elements"}
 
 
 @parametrize("case", *(case for case in CASES if case not in ALIKE), exhaustive=sorted(ALIKE))
@@ -102,7 +106,7 @@ def test_both_orientations_have_the_definitions_bits(case, shape):
 
 
 @pytest.mark.usefixtures("on_hopper")
-@parametrize("case", "four over six, stochastic", slow=["ue5m3"])
+@parametrize("case", "four over six, stochastic", slow=["ue5m3", "four over six, to 6.4"])
 def test_hoppers_random_bits_in_the_interpreter(case):
     check(case, draw_tensor(np.random.default_rng(4), (33, 70), "special", "float32"), (-1, -2))
 
@@ -112,6 +116,12 @@ def test_hoppers_random_bits_in_the_interpreter(case):
 def test_hopper_divides_as_defined(value):
     x = 2.0**-100 * draw_tensor(np.random.default_rng(7), (16, 64), "wide", "float32")
     check("four over six", x.at[3, 5].set(value), (-1,))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_hopper_divides_an_infinite_quotient_by_an_infinite_scale():
+    x = draw_tensor(np.random.default_rng(7), (16, 64), "wide", "float32")
+    check("to small elements", 3e38 * x / jnp.max(jnp.abs(x)), (-1,))
 
 
 @pytest.mark.parametrize(

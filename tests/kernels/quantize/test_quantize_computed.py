@@ -1,5 +1,6 @@
 """RMSNorm and SwiGLU within Hopper's quantizer kernel, beside XLA's and the definitions."""
 
+import dataclasses
 import functools
 
 import jax
@@ -291,6 +292,7 @@ NAME = "wgrad_hadamard"
         ("mlp", policies(NAME, "wgrad.lhs", source="dequantized"), False),
         ("mlp", policies("dgrad.lhs", NAME, rounding="stochastic"), True),  # without the gradient
         ("mlp", policies("fprop.rhs", NAME, prescale=0.75), False),
+        ("mlp", policies("nvfp4", NAME) | {"implementation": None}, False),  # with a tensor's scale
         ("mlp", policies(NAME, "dgrad.rhs", prescale=0.75), True),  # without the gradient
         ("mlp", policies(NAME, "fprop.rhs", prescale=0.75), True),
         ("mlp", {"width": 48}, False),  # gate and up share a block of the gradient's rows
@@ -326,6 +328,7 @@ def test_where_kernels_compute(kind, changes, fuses):
         (mxjax.get_policy("bf16"), H16, False),
         (with_operand(H16, "dgrad", "lhs", rounding="stochastic"), H16, False),
         (H16, with_operand(H16, "dgrad", "rhs", prescale=0.75), False),
+        (H16, dataclasses.replace(H16, dgrad=mxjax.get_policy("nvfp4").dgrad), False),
     ],
 )
 def test_where_kernels_compute_the_gradient(up, down, computes):
