@@ -61,6 +61,11 @@ def allowed(kernel: str, target: str) -> set[str]:
             return HOPPER_PAIRS if target == "sm_90" else ENCODE_FP4
         case "quantize_pairs_kernel":
             return {*HOPPER_PAIRS, BY_SCALE}
+        case "quantize_normed_kernel":
+            return {*HOPPER_PAIRS, BY_SCALE, TO_BFLOAT16}
+        case "quantize_gated_kernel" | "quantize_gated_gradient_kernel":
+            approximate = {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}
+            return {*HOPPER_PAIRS, BY_SCALE, TO_BFLOAT16, *approximate}
         case "quantize_block16_kernel":
             return BLOCK16
         case "forward_kernel" | "key_gradients_kernel" | "query_gradients_kernel":
