@@ -72,7 +72,7 @@ class Head(NamedTuple):
         return all(not g.rotation and g.lhs.format == g.rhs.format == "bf16" for g in gemms)
 
     def fp8_uses(self, w_DV: Float[Array, "D V"]) -> PolicyUses | None:
-        """Returns what `models.fp8_head` needs, None where `mxjax.dot` computes the products."""
+        """Returns how `models.fp8_head` reads each operand; None if `losses` computes the loss."""
         filled = self.vocab_size not in (None, w_DV.shape[1])
         if filled or self.z_loss or (self.layout is not None and not is_data_parallel()):
             return None
