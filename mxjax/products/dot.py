@@ -176,12 +176,15 @@ def _dot_general(
 
 
 def check_key(policy: Policy, key: object, scales: Scales | None = None) -> None:
-    """Raises ValueError if the policy lacks its key or its scales, TypeError if `key` is no JAX key."""
+    """Raises ValueError if the policy lacks its key or its scales, TypeError if one is of another type."""
     if policy.delayed and scales is None:
         raise ValueError(
-            f"the policy's scales of {', '.join(policy.delayed)} come from earlier steps: pass mxjax.dot "
-            "scales=, from mxjax.numerics.delayed; or use a policy with current scales, such as 'fp8'"
+            f"the policy's scales of {', '.join(policy.delayed)} come from earlier steps, and only mxjax.dot "
+            "takes them: pass it scales=, from mxjax.numerics.delayed; or use a policy with current scales, "
+            "such as 'fp8'"
         )
+    if not (scales is None or isinstance(scales, Scales)):
+        raise TypeError(f"scales= must be mxjax.numerics.delayed.Scales, got {type(scales).__name__}")
     if policy.needs_key and key is None:
         raise ValueError(
             f"the policy draws random bits in {policy.drawing} and needs key=; "

@@ -58,7 +58,7 @@ def run(
       eval_data: prefix of the dataset to evaluate on; default, likewise.
       vocab_size: vocabulary of the models. Default: that of DATA.tokenizer.json, or else the study's, 16,384.
       minutes: time limit; default, none.
-      workers: processes that share the cells, on the GPUs of CUDA_VISIBLE_DEVICES in turn, or one each.
+      workers: processes that share the cells, on the GPUs of CUDA_VISIBLE_DEVICES, or all, in turn.
         Two on an H200 train twice as many runs of 60m as one.
       commit: commit for the record; default, the checkout's.
       cells: pattern of the names of the cells to train, such as "wgrad.floor.*".
@@ -135,7 +135,7 @@ def _run_workers(count: int) -> int:
     SIGTERM ends all of them.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(count)]
+    devices = visible.split(",") if visible else [str(i) for i in range(_gpus())]
     each = -(-count // len(devices))
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / each:.2f}"} if each > 1 else {}
     command = [sys.executable, "-m", "studies.ladder", *sys.argv[1:], "--workers", "1"]
@@ -153,6 +153,13 @@ def _run_workers(count: int) -> int:
     if ended:  # while they were started
         end(ended[0], None)
     return max(128 - status if status < 0 else status for status in [p.wait() for p in processes])
+
+
+def _gpus() -> int:
+    """Returns the number of GPUs, at least 1, as another process finds it, since JAX keeps their memory."""
+    code = "import jax; print(sum(d.platform == 'gpu' for d in jax.local_devices()))"
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return max(1, int(found.stdout))
 
 
 def main() -> None:

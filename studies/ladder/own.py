@@ -44,7 +44,7 @@ from studies.ladder.results import CellResult, baseline, by_group, gather, read_
 from studies.ladder.tables import beside
 from studies.ladder.token_tables import is_constant, lengths_of, overhead_with_interval, reached_later
 from studies.ladder.train import run_path
-from studies.ladder.whole_runs import changes_program, check_protocol
+from studies.ladder.whole_runs import check_protocol, is_whole_run
 from training.config import PrecisionConfig
 from training.optimizer.optimizers import check_optimizer
 from training.phases import phases_of
@@ -210,7 +210,7 @@ def _check(cell: Cell) -> None:
         layers = functools.partial(decoder.layer_policies, model_of(cell))
         phases = phases_of(precision, protocol_of(cell).steps, layers)
         check_optimizer(recipe.deoscillate, [phase.layers for phase in phases])
-    if changes_program(cell):
+    if is_whole_run(cell):
         check_protocol(cell)
 
 
@@ -240,7 +240,7 @@ def check_same(cells: Sequence[Cell], out: pathlib.Path) -> None:
             run = read_record(path)
             recorded = defaults | run["protocol"]  # which may be older than a field
             other = {name for name, value in training.items() if recorded.get(name) != value}
-            if not changes_program(cell) and run["resolved_policy"] != policy:
+            if not is_whole_run(cell) and run["resolved_policy"] != policy:
                 other.add("policy")
             other |= {name for name, value in parts.items() if run.get(name, value) != value}
             if other:

@@ -1,8 +1,8 @@
 """Trains the cells of a study; each finished run is one JSON file, and existing files are not repeated.
 
 All policies of a seed have the same initial weights and the same batches. All seeds of a cell share one
-compilation, except of recipes that change their program during a run. Several processes, one a GPU, share
-the cells through file locks.
+compilation, except where train.py trains them. Several processes, one a GPU, share the cells through file
+locks.
 """
 
 import concurrent.futures
@@ -23,7 +23,7 @@ import numpy as np
 from studies.ladder.cells import Cell, model_of, own_parts, protocol_of
 from studies.ladder.programs import IMPLEMENTATION, Programs, held_out_batches
 from studies.ladder.results import Run, read_record
-from studies.ladder.whole_runs import WholeRuns, changes_program
+from studies.ladder.whole_runs import WholeRuns, is_whole_run
 from training.config import DataConfig
 from training.data.megatron import MegatronCorpus, load_megatron
 from training.files import write_atomically
@@ -153,7 +153,7 @@ def _keep(path: pathlib.Path, record: dict[str, Any]) -> None:
 
 def _prepare(cell: Cell, corpus: MegatronCorpus, data: DataConfig) -> Programs | WholeRuns:
     """Returns what trains the cell's seeds; compiles it unless every run has programs of its own."""
-    if not changes_program(cell):
+    if not is_whole_run(cell):
         return Programs(cell, corpus)
     p = protocol_of(cell)
     held_out = len(held_out_batches(corpus.validation, p)) * p.batch

@@ -1,7 +1,6 @@
-"""Trains the cells whose recipe changes its program during a run, by train.py itself.
+"""Trains by train.py itself the cells that need more of it than its step; see `is_whole_run`.
 
-A schedule of policies does. Weights, batches and evaluations are those of
-`studies.ladder.programs.Programs`.
+Weights, batches and evaluations are those of `studies.ladder.programs.Programs`.
 """
 
 import contextlib
@@ -13,20 +12,25 @@ from typing import Any
 
 import jax
 
+from models import decoder
 from mxjax.products.implementations import Implementation
 from mxjax.recipes.whole_runs import RunRecipe
-from studies.ladder.cells import Cell, protocol_of, recipe_of
+from studies.ladder.cells import Cell, model_of, policy_of, protocol_of, recipe_of
 from train import train
-from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig
+from training.config import Config, DataConfig, OptimizerConfig, PrecisionConfig, parse_rules
 from training.log.health import NonFiniteError
 from training.log.metrics import METRICS
+from training.optimizer.delayed import is_delayed
 from training.process.interruption import RunInterrupted
 
 
-def changes_program(cell: Cell) -> bool:
-    """Whether the cell's recipe needs several programs in one run."""
+def is_whole_run(cell: Cell) -> bool:
+    """Whether the cell's recipe has a schedule of policies, or scales of earlier steps."""
     recipe = recipe_of(cell)
-    return recipe is not None and ";" in recipe.policy
+    if recipe is not None and ";" in recipe.policy:
+        return True
+    rules = parse_rules(recipe.layers) if recipe else ()
+    return is_delayed(decoder.layer_policies(model_of(cell), policy_of(cell), rules))
 
 
 def check_protocol(cell: Cell) -> None:
@@ -40,7 +44,7 @@ def check_protocol(cell: Cell) -> None:
         "a recipe has its own scale rules": not cell.rules,
     }
     if wrong := [reason for reason, is_so in reasons.items() if not is_so]:
-        raise ValueError(f"{cell.name} changes its policy during the run, by train.py: {', '.join(wrong)}")
+        raise ValueError(f"{cell.name} is trained by train.py itself: {', '.join(wrong)}")
 
 
 class WholeRuns:

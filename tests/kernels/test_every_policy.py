@@ -50,7 +50,7 @@ MODELS = ["chmiel_mx", "fprop_dgrad", "wgrad_hadamard"]
 def test_every_policy_lowers_by_every_implementation(what, backend, arch):
     """Or by two of them, and each of them for some policies."""
     programs = lower(what, backend, arch, *MODELS)
-    assert len(programs) == (2 if what == "some" else 5) * len(mxjax.policies()) + len(MODELS)
+    assert len(programs) == (2 if what == "some" else 5) * len(mxjax.policies()) + 2 * len(MODELS)
     check(programs)
 
 

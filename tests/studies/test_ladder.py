@@ -33,9 +33,9 @@ def tuned(policy, steps=700):
     return Cell(policy, "", "60m", "tuned", 1, training=Protocol(lr=1e-3, steps=steps))
 
 
-def test_recipes_with_several_programs_a_run_are_told_from_the_others():
-    found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.changes_program(tuned(name))]
-    assert found == ["heal"]
+def test_recipes_that_need_all_of_train_py_are_told_from_the_others():
+    found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.is_whole_run(tuned(name))]
+    assert found == ["heal", "fp8_delayed"]
 
 
 def test_every_published_recipe_is_a_cell():

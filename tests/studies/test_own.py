@@ -16,7 +16,7 @@ from studies.ladder import __main__ as program
 from studies.ladder import own
 from studies.ladder.cells import PROTOCOLS, Bits, Protocol, own_parts, policy_of, protocol_of, recipe_of
 from studies.ladder.train import run_path
-from studies.ladder.whole_runs import changes_program
+from studies.ladder.whole_runs import is_whole_run
 from training.data.indexed_dataset import IndexedWriter
 
 CELLS = [
@@ -52,7 +52,7 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
     assert protocol_of(cells[0]) == dataclasses.replace(PROTOCOLS["tiny"], steps=60)
     found = [str(policy_of(cells[i])) for i in (2, 3)]
     assert found == [str(mxjax.get_policy(name)) for name in ("wgrad_rht", "wgrad_sr")]
-    assert [changes_program(cell) for cell in cells[:5]] == [False] * 4 + [True]
+    assert [is_whole_run(cell) for cell in cells[:5]] == [False] * 4 + [True]
     folder = write().parent
     assert recipe_of(cells[4]).layers == (f"head={folder}/own.json", "blocks[0].*=bf16")
     assert recipe_of(cells[4]).policy == f"{folder}/own.json; fp8 from 0.82"
@@ -72,7 +72,7 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
         ({"cells": [{"name": "wgrad", "policy": "own.json"}]}, "'wgrad' cannot name a recipe of your own"),
         ({"cells": [OWN | {"layers": ["head"]}]}, "--layers takes PATTERN=POLICY"),
         ({"cells": [OWN | {"deoscillate": "3"}]}, "--deoscillate takes RATIO:PERIOD:START"),
-        ({"cells": ["heal"], "protocol": "constant-60m"}, "by train.py: its cosine ends with the run"),
+        ({"cells": ["heal"], "protocol": "constant-60m"}, "by train.py itself: its cosine ends with the run"),
         ({"model": "61m"}, "unknown model '61m'"),
         ({"protocol": "tuned"}, "unknown protocol 'tuned'; the protocols are decay, "),
         ({"protocol": {"steps": "40"}}, "protocol: steps cannot be '40'; its type is <class 'int'>"),

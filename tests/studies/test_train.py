@@ -273,10 +273,15 @@ def test_workers_take_the_visible_devices_in_turn(monkeypatch):
     monkeypatch.setattr(program.subprocess, "Popen", Process)
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     monkeypatch.setattr(program.sys, "argv", ["study", "run", "grid-60m", "--workers=2"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr(program, "_gpus", lambda: 1)
     command = ["run", "grid-60m", "--workers=2", "--workers", "1"]
-    for count, gpus, share in ((2, "45", None), (3, "454", "0.45")):
+    for visible, count, gpus, share in (
+        ("4,5", 2, "45", None),
+        ("4,5", 3, "454", "0.45"),
+        ("", 2, "00", "0.45"),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         started.clear()
         assert program._run_workers(count) == 143
         assert started == [(command, gpu, share) for gpu in gpus]

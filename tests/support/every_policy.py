@@ -29,9 +29,9 @@ from training.optimizer.delayed import is_delayed
 IMPLEMENTATIONS = ("xla", "fp8_carriers", "scaled_dot", "triton", None)
 
 
-def lower_llama(target: Target, policy: str, implementation: str | None) -> str:
+def lower_llama(target: Target, policy: str, implementation: str | None, rules=()) -> str:
     """Returns the program of a small Llama's loss and its gradients."""
-    policies = layer_policies(SMALL, policy)
+    policies = layer_policies(SMALL, policy, rules)
     scales = Scales(*[jnp.ones(SMALL.n_layers)] * 3)
     slots = dict.fromkeys(linear_layers(SMALL), scales) if is_delayed(policies) else None
 
@@ -70,6 +70,8 @@ def main(what: str, backend: str, arch: str, *model_policies: str) -> None:
             print(json.dumps({"policy": policy, "implementation": implementation} | said))
     for policy in model_policies:
         print(json.dumps({"model": policy} | attempt(lower_llama, target, policy, "xla")))
+        in_fp8 = attempt(lower_llama, target, policy, None, [("head", "fp8")])
+        print(json.dumps({"model": f"{policy}, its head in FP8"} | in_fp8))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ _SYNONYMS = {
     "--clip": "clip-grad grad-clip max-grad-norm max-norm gradient-clip-val gradient-clipping-threshold",
     "--steps": "train-iters max-iters max-steps train-steps lr-decay-iters train-samples epochs num-epochs "
     "num-train-epochs",
-    "--batch-size": "global-batch-size micro-batch-size local-batch-size per-device-batch-size "
+    "--batch-size": "batch global-batch-size micro-batch-size local-batch-size per-device-batch-size "
     "per-device-train-batch-size",
     "--accumulate": "gradient-accumulation gradient-accumulation-steps grad-accum grad-accum-steps",
-    "--seq-len": "seq-length sequence-length max-seq-len max-length max-target-length block-size "
+    "--seq-len": "seq seq-length sequence-length max-seq-len max-length max-target-length block-size "
     "context-length",
     "--policy bf16": "bf16 bfloat16",
     "--policy fp8": "fp8 fp8-format fp8-recipe",
