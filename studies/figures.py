@@ -30,11 +30,11 @@ LADDER_GROUP = ("60m", "tuned-60m")
 """Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
-    "60m, 64 x 512": ["60m-e600af5.json"],
-    "125m, 64 x 512": ["125m-e600af5.json"],
-    "350m, 64 x 512": ["350m-1f03e87.json"],
-    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-29d7a92.json"],
-    "Llama 3.1 8B, 2 x 8192, two GPUs": ["llama3.1-8b-2gpus-1f9899f.json"],
+    "60m, 64 x 512": ["60m-2602f61.json"],
+    "125m, 64 x 512": ["125m-2602f61.json"],
+    "350m, 64 x 512": ["350m-2602f61.json"],
+    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-2602f61.json"],
+    "Llama 3.1 8B, 2 x 8192, two GPUs": ["llama3.1-8b-2gpus-2602f61.json"],
 }
 """The files by model and tokens; a line is of the first that has it, relative to bf16 there."""
 LINES = {
