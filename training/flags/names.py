@@ -115,5 +115,7 @@ def _meant(name: str, flags: Collection[str]) -> str | None:
     for ours in (f"--{last}", *SYNONYMS.get(name, ()), *SYNONYMS.get(last, ())):
         if ours.partition(" ")[0] in flags:
             return ours
-    near = difflib.get_close_matches(last, [flag.lstrip("-") for flag in flags], n=1, cutoff=_NEAREST)
-    return f"--{near[0]}" if near else None
+    names = {theirs: ours for theirs, of_it in SYNONYMS.items() for ours in of_it if ours.split()[0] in flags}
+    names |= {flag.lstrip("-"): flag for flag in flags}
+    near = difflib.get_close_matches(last, names, n=1, cutoff=_NEAREST)
+    return names[near[0]] if near else None
