@@ -30,13 +30,13 @@ LADDER_GROUP = ("60m", "tuned-60m")
 """Model and protocol of the runs that the figure of the ladder shows."""
 GRADIENTS = ROOT / "docs" / "results" / "gradients.json"
 SPEEDS = {
-    "60m, 64 x 512": ["60m-2602f61.json"],
-    "125m, 64 x 512": ["125m-2602f61.json"],
-    "350m, 64 x 512": ["350m-2602f61.json"],
-    "Llama 3.2 1B, 4 x 4096": ["llama3.2-1b-2602f61.json"],
-    "Llama 3.1 8B, 2 x 8192, two GPUs": ["llama3.1-8b-2gpus-2602f61.json"],
+    "60m, 64 x 512": "60m-2602f61.json",
+    "125m, 64 x 512": "125m-2602f61.json",
+    "350m, 64 x 512": "350m-2602f61.json",
+    "Llama 3.2 1B, 4 x 4096": "llama3.2-1b-2602f61.json",
+    "Llama 3.1 8B, 2 x 8192, two GPUs": "llama3.1-8b-2gpus-2602f61.json",
 }
-"""The files by model and tokens; a line is of the first that has it, relative to bf16 there."""
+"""The file of each model and its tokens a step; lines are relative to bf16 there."""
 LINES = {
     "PyTorch, autocast": ("PyTorch, bfloat16", "white", "///"),
     "wgrad_hadamard": ("wgrad_hadamard", "#17365d", ""),
@@ -116,12 +116,10 @@ def draw_ladder(points: Sequence[LadderPoint]) -> Figure:
 def relative_speeds() -> dict[str, dict[str, float]]:
     """Returns tokens/s over mxjax's in bfloat16, by model and line, where a line was measured."""
     folder, found = ROOT / "docs" / "results" / "train-h200", {}
-    for title, files in SPEEDS.items():
-        found[title] = {}
-        for file in reversed(files):
-            lines = json.loads((folder / file).read_text())["lines"]
-            speeds = {line["name"]: line["tokens_per_s"] for line in lines}
-            found[title] |= {name: speeds[name] / speeds["bf16"] for name in LINES if name in speeds}
+    for title, file in SPEEDS.items():
+        lines = json.loads((folder / file).read_text())["lines"]
+        speeds = {line["name"]: line["tokens_per_s"] for line in lines}
+        found[title] = {name: speeds[name] / speeds["bf16"] for name in LINES if name in speeds}
     return found
 
 
