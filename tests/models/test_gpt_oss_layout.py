@@ -1,6 +1,7 @@
 """gpt-oss's own layout: what the Fprop multiplies, as transformers reads it, and the same bytes again."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -58,7 +59,8 @@ def test_values_are_those_that_the_fprop_multiplies(rhs):
     for name, parameter in zip(names, ("gate_up", "down"), strict=True):
         w = jnp.asarray(params["blocks"]["mlp"][parameter][1])
         rows = jnp.tile(jnp.eye(w.shape[1]), (2, 1))
-        read = mxjax.ragged_dot(rows, w, np.full(2, w.shape[1]), policy=policy)
+        multiply = jax.jit(functools.partial(mxjax.ragged_dot, policy=policy))
+        read = multiply(rows, w, np.full(2, w.shape[1], np.int32))
         read = np.asarray(read).reshape(w.shape).swapaxes(1, 2)
         if parameter == "gate_up":  # the columns take turns
             read = read.reshape(2, 2, 32, 64).swapaxes(1, 2).reshape(2, 64, 64)

@@ -95,7 +95,8 @@ def test_a_magnitude_that_is_not_finite_stops_though_casts_saturate():
     blocks = first_params()["blocks"]
     params = first_params() | {"blocks": blocks | {"mlp": blocks["mlp"] | {"down": down}}}
     ones = jnp.ones(SMALL.n_layers)
-    assert jnp.isfinite(loss(params, BATCH, KEY, dict.fromkeys(LINEAR_LAYERS, Scales(ones, ones, ones))))
+    scales = dict.fromkeys(LINEAR_LAYERS, Scales(ones, ones, ones))
+    assert jnp.isfinite(jax.jit(loss)(params, BATCH, KEY, scales))
     _, metrics = take(optimizer_of(), params=params, keeps_finite=lambda rate: jnp.array(True))
     assert not metrics.finite
 

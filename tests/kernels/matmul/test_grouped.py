@@ -52,7 +52,7 @@ def rows_and_wanted(rng, k, low, high):
     wanted, sizes = np.zeros((ROWS, 70)), np.zeros((ROWS, 70))
     for i, rows in by_expert(lambda i, rows, _: (i, rows)):
         wanted[rows], sizes[rows] = x[rows] @ y[i].T, abs(x[rows]) @ abs(y[i]).T
-    return [runs().filled(jnp.asarray(t)) for t in lhs], rhs, wanted, sizes
+    return jax.jit(lambda *lhs: [runs().filled(t) for t in lhs])(*lhs), rhs, wanted, sizes
 
 
 def sums_and_wanted(rng, low, high):

@@ -126,8 +126,11 @@ def seen(rule, other, rotation=None):
 
 
 def assert_quantized_twice(x, rows, columns):
-    expected = [pack_by_definition(x, rows), pack_by_definition(dequantize_use(x, rows), columns)]
-    for got, wanted in zip(prepare(x, [rows, columns]), expected, strict=True):
+    @jax.jit
+    def defined(x):
+        return pack_by_definition(x, rows), pack_by_definition(dequantize_use(x, rows), columns)
+
+    for got, wanted in zip(prepare(x, [rows, columns]), defined(x), strict=True):
         for name in ("elements", "scales"):
             np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
 

@@ -87,8 +87,14 @@ def test_vmap_of_a_gradient_has_a_wgrad_for_each_example():
     )
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 2), (0, 0)], ids=str)
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["", "batch"])
+@parametrize(
+    ("batch", "axes"),
+    *(((), axes) for axes in [(None, 0), (1, 2), (0, 0)]),
+    ((2,), (0, None)),
+    ((2,), (1, 2)),
+    exhaustive=[((), (0, None)), ((2,), (None, 0)), ((2,), (0, 0))],
+    ids=str,
+)
 def test_mapped_contractions_in_bfloat16_run_on_the_cpu(axes, batch):
     """XLA for CPUs cannot run a product of bfloat16 into which it has folded a transpose."""
     contracted = [(lhs, rhs) for lhs in (-1, -2) for rhs in (-1, -2)]
