@@ -67,7 +67,7 @@ BUILDS = {
         *(*LLAMA, *EXPERTS, *STEP, "quantize_8192x4096_bfloat16_rows_packed-sr_columns_packed-sr"),
     ],
     "sm_90": [
-        *(LLAMA[0], SMALL_GEMMS[-1], *STEP[:3], *SMALL_KERNELS),
+        *(LLAMA[0], *STEP[:3], "sift_1x65x33_float32_*", "draw_1_64_128"),
         "quantize_8192x4096_bfloat16_rows_packed_columns_packed-sr",
         *("carry_8192x4096_e4m3", "carry_8192x28672_e5m2", "correct_1x8192x6144x4096_*"),
     ],
