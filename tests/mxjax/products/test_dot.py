@@ -26,13 +26,21 @@ ALL = [*IMPLEMENTATIONS, "fp8_carriers", "scaled_dot"]
 FEW = ("fp8", "rotations", "2-D blocks", "nvfp4", "dequantized")
 
 
-@parametrize("name", *FEW, slow=[name for name in DETERMINISTIC if name not in FEW])
-def test_products_are_those_of_the_dequantized_operands(name):
+NAMES = [*FEW, *(name for name in DETERMINISTIC if name not in FEW)]
+# Each by one implementation, in turns, and by the other before a release.
+BY_ONE, BY_THE_OTHER = (
+    [(name, IMPLEMENTATIONS[(i + turn) % 2]) for i, name in enumerate(NAMES)] for turn in range(2)
+)
+
+
+@parametrize(
+    ("name", "implementation"), *BY_ONE[: len(FEW)], slow=BY_ONE[len(FEW) :], exhaustive=BY_THE_OTHER
+)
+def test_products_are_those_of_the_dequantized_operands(name, implementation):
     policy = DETERMINISTIC[name]
     x, w, dy = inputs()
-    expected = dots.expected_products(x, w, dy, policy)
-    for implementation in IMPLEMENTATIONS:
-        dots.check_products(products(x, w, dy, policy=policy, implementation=implementation), expected)
+    found = products(x, w, dy, policy=policy, implementation=implementation)
+    dots.check_products(found, dots.expected_products(x, w, dy, policy))
 
 
 # Operands are quantized from what they are, sums are float32, and only the result is rounded to its dtype.

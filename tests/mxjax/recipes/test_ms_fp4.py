@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from support.dots import assert_near, with_gradients
+from support.marks import parametrize
 from support.recipes import golden
 
 import mxjax
@@ -24,8 +24,11 @@ def test_outliers_are_those_of_the_repository():
     np.testing.assert_array_equal(rest.astype(jnp.bfloat16), GOLDEN["clip/rest"])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("name", ["ms_fp4", "ms_fp4_clip"])
+@parametrize(
+    ("name", "implementation"),
+    *(("ms_fp4", "reference"), ("ms_fp4_clip", "xla")),
+    exhaustive=[("ms_fp4", "xla"), ("ms_fp4_clip", "reference")],
+)
 def test_the_layer_multiplies_what_the_repository_does(name, implementation):
     """With float32 backward GEMMs, which the repository runs in FP8."""
     dy = jax.random.normal(jax.random.key(0), (24, 12))

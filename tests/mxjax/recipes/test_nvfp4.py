@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dots import PRODUCTS, assert_near, products
+from support.marks import parametrize
 
 import mxjax
 from mxjax import Operand
@@ -56,8 +57,11 @@ def test_codes_and_scales_are_those_of_fouroversix_and_transformer_engine(name):
     np.testing.assert_array_equal(mxjax.pack(q), GOLDEN[f"{name}/codes"])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize(("golden", "name"), [("fouroversix", "four_over_six"), ("te", "nvfp4_te")])
+@parametrize(
+    ("golden", "name", "implementation"),
+    *(("fouroversix", "four_over_six", "reference"), ("te", "nvfp4_te", "xla")),
+    exhaustive=[("fouroversix", "four_over_six", "xla"), ("te", "nvfp4_te", "reference")],
+)
 def test_forward_and_gradients_are_those_of_the_public_layer(golden, name, implementation):
     """With gradients rounded to nearest, as its references can; up to the order of float32 sums."""
     policy = map_operands(

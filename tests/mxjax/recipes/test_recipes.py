@@ -273,7 +273,7 @@ def exact_products():
 ALIKE = {
     # They differ little from another.
     *("nvfp4_te", "nvfp4_unclipped", "four_over_six_mae", "ue5m3_no_tensor_scale", "lumen_dequantized"),
-    *("ms_fp4_clip", "uniform4_fp32"),
+    *("ms_fp4_clip", "uniform4_fp32", "amazon_no_hadamard", "amazon_no_sr", "full_hadamard32"),
     # Their products are compared with their authors' code, or with formulas, by the modules beside this one.
     *("amazon", "averis", "four_over_six", "quartet2", "tetrajet", "tetrajet_v2", "uniform4"),
     # Each of their GEMMs is another policy's too.
