@@ -391,7 +391,9 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
             return Tile(128, 32, 2, 64)  # a thread has a whole run
         return Tile(128, 32, 2, 32) if along_columns == 64 or square else Tile(256, 16, 2, 32)
     if rows and columns is None and _is_stochastic(rows) and rows.rotation:
-        return Tile(64, 128, 4, 64) if along_rows == 64 else Tile(128, 64, 4, 32)
+        if along_rows == 64 and r <= 64 * MOST_PROGRAMS:
+            return Tile(64, 128, 4, 64)  # a thread has a whole run
+        return Tile(128, 64, 4, 32)
     if rows and columns is None and not rows.operand.is_square and r <= 16 * MOST_PROGRAMS:
         # Wide tiles write at least 16 scale bytes of a row at a time.
         lower = rows.rotation and row_bytes >= 2048 and r <= 4 * MOST_PROGRAMS

@@ -82,7 +82,7 @@ def dot(
         bits without a key, or one with delayed scales without any; a layout whose mesh is not set or lacks
         one of its axes. For an `MXArray` see `dequantize`, too.
       TypeError: x or w is no array or in another dtype, such as FP8, the result's dtype is not floating
-        point, key is not a JAX key, or layout is no `Layout`; forward mode.
+        point, key is not a JAX key, layout no `Layout`, or scales no `Scales`; forward mode.
       NotImplementedError: an implementation that does not run here or does not take the policy's formats; a
         second derivative.
     Source: arXiv 2605.09825, section 3; arXiv 2502.20586, algorithm 3.
@@ -176,12 +176,12 @@ def _dot_general(
 
 
 def check_key(policy: Policy, key: object, scales: Scales | None = None) -> None:
-    """Raises ValueError if the policy lacks its key or its scales, TypeError if one is of another type."""
+    """Raises ValueError if the policy lacks its key or its scales, TypeError if they are of another type."""
     if policy.delayed and scales is None:
         raise ValueError(
-            f"the policy's scales of {', '.join(policy.delayed)} come from earlier steps, and only mxjax.dot "
-            "takes them: pass it scales=, from mxjax.numerics.delayed; or use a policy with current scales, "
-            "such as 'fp8'"
+            f"the policy's scales of {', '.join(policy.delayed)} come from earlier steps: give them to "
+            "mxjax.dot as scales=, from mxjax.numerics.delayed; or use a policy with current scales, such as "
+            "'fp8'"
         )
     if not (scales is None or isinstance(scales, Scales)):
         raise TypeError(f"scales= must be mxjax.numerics.delayed.Scales, got {type(scales).__name__}")

@@ -58,7 +58,7 @@ def run(
       eval_data: prefix of the dataset to evaluate on; default, likewise.
       vocab_size: vocabulary of the models. Default: that of DATA.tokenizer.json, or else the study's, 16,384.
       minutes: time limit; default, none.
-      workers: processes that share the cells, on the GPUs of CUDA_VISIBLE_DEVICES, or all, in turn.
+      workers: processes that share the cells, on the GPUs of CUDA_VISIBLE_DEVICES in turn, or on all.
         Two on an H200 train twice as many runs of 60m as one.
       commit: commit for the record; default, the checkout's.
       cells: pattern of the names of the cells to train, such as "wgrad.floor.*".
@@ -135,7 +135,7 @@ def _run_workers(count: int) -> int:
     SIGTERM ends all of them.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(_gpus())]
+    devices = [str(i) for i in range(_gpus())] if visible is None else visible.split(",")
     each = -(-count // len(devices))
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / each:.2f}"} if each > 1 else {}
     command = [sys.executable, "-m", "studies.ladder", *sys.argv[1:], "--workers", "1"]
@@ -156,9 +156,18 @@ def _run_workers(count: int) -> int:
 
 
 def _gpus() -> int:
-    """Returns the number of GPUs, at least 1, as another process finds it, since JAX keeps their memory."""
+    """Returns the number of GPUs, at least 1.
+
+    Another process counts them, since JAX keeps a GPU until its process ends.
+
+    Raises:
+      ValueError: JAX cannot start.
+    """
     code = "import jax; print(sum(d.platform == 'gpu' for d in jax.local_devices()))"
-    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if found.returncode:
+        raise ValueError(f"JAX cannot start: {found.stderr.strip().rpartition('\n')[2]}")
     return max(1, int(found.stdout))
 
 

@@ -46,6 +46,7 @@ from studies.ladder.token_tables import is_constant, lengths_of, overhead_with_i
 from studies.ladder.train import run_path
 from studies.ladder.whole_runs import check_protocol, is_whole_run
 from training.config import PrecisionConfig
+from training.optimizer.delayed import check_delayed
 from training.optimizer.optimizers import check_optimizer
 from training.phases import phases_of
 
@@ -204,12 +205,16 @@ def _check(cell: Cell) -> None:
         raise ValueError(
             f"unknown model {cell.model!r}; name one of {', '.join(CONFIGS)}, or give --model-config"
         )
-    policy_of(cell)
-    if (recipe := cell.recipe) is not None:
+    recipe, model = cell.recipe, model_of(cell)
+    layers = functools.partial(decoder.layer_policies, model)
+    if recipe is None:
+        check_delayed(model, layers(policy_of(cell), ()))
+    else:
         precision = PrecisionConfig(recipe.policy, layers=recipe.layers)
-        layers = functools.partial(decoder.layer_policies, model_of(cell))
-        phases = phases_of(precision, protocol_of(cell).steps, layers)
-        check_optimizer(recipe.deoscillate, [phase.layers for phase in phases])
+        phases = [phase.layers for phase in phases_of(precision, protocol_of(cell).steps, layers)]
+        check_optimizer(recipe.deoscillate, phases)
+        for phase in phases:
+            check_delayed(model, phase)
     if is_whole_run(cell):
         check_protocol(cell)
 

@@ -52,6 +52,9 @@ def test_every_policy_lowers_by_every_implementation(what, backend, arch):
     programs = lower(what, backend, arch, *MODELS)
     assert len(programs) == (2 if what == "some" else 5) * len(mxjax.policies()) + 2 * len(MODELS)
     check(programs)
+    for program in programs:
+        if "head" in program:
+            assert ("cast_gradient_kernel" in program["kernels"]) == (arch == "sm_90"), program
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from models import decoder
 from models.configs import get_config
 from mxjax.policy import Gemm
 from mxjax.recipes import get_policy
-from mxjax.recipes.whole_runs import RECIPES
+from mxjax.recipes.whole_runs import RECIPES, RunRecipe
 from studies import documents
 from studies.documents import as_csv
 from studies.ladder import __main__ as program
@@ -36,6 +36,8 @@ def tuned(policy, steps=700):
 def test_recipes_that_need_all_of_train_py_are_told_from_the_others():
     found = [name for name in (*RECIPES, *mxjax.policies()) if whole_runs.is_whole_run(tuned(name))]
     assert found == ["heal", "fp8_delayed"]
+    recipe = RunRecipe("wgrad", layers=("*.mlp.down=fp8_delayed",))
+    assert whole_runs.is_whole_run(dataclasses.replace(tuned("wgrad"), recipe=recipe))
 
 
 def test_every_published_recipe_is_a_cell():

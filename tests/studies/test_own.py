@@ -71,6 +71,8 @@ def test_a_file_gives_fp8_its_lengths_and_the_recipes(write):
         ({"cells": ["own.json"] * 2}, "two cells are called own.own.60m.tuned-60m: give one another name"),
         ({"cells": [{"name": "wgrad", "policy": "own.json"}]}, "'wgrad' cannot name a recipe of your own"),
         ({"cells": [OWN | {"layers": ["head"]}]}, "--layers takes PATTERN=POLICY"),
+        ({"cells": [OWN | {"layers": ["head=fp8_delayed"]}]}, "head has scaling='delayed', and only "),
+        ({"cells": ["fp8_delayed"], "model": "moe-100m"}, "mlp.gate_up has scaling='delayed', and only "),
         ({"cells": [OWN | {"deoscillate": "3"}]}, "--deoscillate takes RATIO:PERIOD:START"),
         ({"cells": ["heal"], "protocol": "constant-60m"}, "by train.py itself: its cosine ends with the run"),
         ({"model": "61m"}, "unknown model '61m'"),

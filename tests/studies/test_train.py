@@ -274,17 +274,28 @@ def test_workers_take_the_visible_devices_in_turn(monkeypatch):
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     monkeypatch.setattr(program.sys, "argv", ["study", "run", "grid-60m", "--workers=2"])
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    monkeypatch.setattr(program, "_gpus", lambda: 1)
+    monkeypatch.setattr(program, "_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     command = ["run", "grid-60m", "--workers=2", "--workers", "1"]
     for visible, count, gpus, share in (
+        (None, 3, "010", "0.45"),
         ("4,5", 2, "45", None),
         ("4,5", 3, "454", "0.45"),
-        ("", 2, "00", "0.45"),
+        ("", 2, ["", ""], "0.45"),
     ):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         started.clear()
         assert program._run_workers(count) == 143
         assert started == [(command, gpu, share) for gpu in gpus]
+
+
+def test_workers_count_the_devices_in_another_process(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert program._gpus() == 1
+    monkeypatch.setenv("JAX_PLATFORMS", "none")
+    with pytest.raises(ValueError, match=r"JAX cannot start: .*none"):
+        program._gpus()
 
 
 def test_validation_data_too_short_for_a_cell_leaves_nothing(settings, tmp_path):

@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-_NEAREST = 0.65  # the similarity of a misspelled flag
+_NEAREST, _NEARER = 0.65, 0.85  # the similarity of a misspelled flag of ours, of another program's
 
 _SYNONYMS = {
     "--optimizer": "optim opt-type",
@@ -115,7 +115,10 @@ def _meant(name: str, flags: Collection[str]) -> str | None:
     for ours in (f"--{last}", *SYNONYMS.get(name, ()), *SYNONYMS.get(last, ())):
         if ours.partition(" ")[0] in flags:
             return ours
-    names = {theirs: ours for theirs, of_it in SYNONYMS.items() for ours in of_it if ours.split()[0] in flags}
-    names |= {flag.lstrip("-"): flag for flag in flags}
-    near = difflib.get_close_matches(last, names, n=1, cutoff=_NEAREST)
-    return names[near[0]] if near else None
+    near = difflib.get_close_matches(last, [flag.lstrip("-") for flag in flags], n=1, cutoff=_NEAREST)
+    if near:
+        return f"--{near[0]}"
+    long = [name for name in SYNONYMS if len(name) > 4]
+    theirs = difflib.get_close_matches(last, long, n=1, cutoff=_NEARER)
+    fitting = (ours for name in theirs for ours in SYNONYMS[name] if ours.partition(" ")[0] in flags)
+    return next(fitting, None)

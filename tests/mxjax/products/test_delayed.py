@@ -181,7 +181,7 @@ def test_on_a_mesh_magnitudes_are_those_of_all_devices():
 
 def test_a_policy_with_delayed_scales_says_what_it_needs():
     x, w, _ = arrays(0)
-    with pytest.raises(ValueError, match=r"scales of x, w, dy come from earlier steps.* pass it scales="):
+    with pytest.raises(ValueError, match=r"scales of x, w, dy come from earlier steps.* as scales="):
         mxjax.dot(x, w, policy="fp8_delayed")
     with pytest.raises(TypeError, match=r"mxjax.numerics.delayed.Scales"):
         mxjax.dot(x, w, policy="fp8_delayed", scales=(1.0, 1.0, 1.0))
