@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from partitioned_attention import check_attention
 from plain_kernels import COMPUTED_INPUTS, plain_block16, plain_carry, plain_cast, plain_clip, plain_product
+from support.interpreter import speed_up
 
 import mxjax
 from mxjax.kernels.matmul import fp4_gemm, fp8_matmul, scaled_blocks
@@ -58,6 +59,7 @@ def check_shard_map() -> None:
 
 
 def main() -> None:
+    speed_up()
     check_shard_map()
     quantizer.triton_call = plain_kernels.plain_kernel
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

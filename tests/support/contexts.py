@@ -143,7 +143,9 @@ def kernels(*cases: str) -> None:
     """
     from mxjax.kernels.matmul import grouped
     from mxjax.products import prepare
+    from support.interpreter import speed_up
 
+    speed_up()
     launched: list[str] = []
     launch, prepare._kernel_takes = grouped._launch, lambda *_: False
 
