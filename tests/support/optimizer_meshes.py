@@ -1,9 +1,11 @@
 """Updates on 8 virtual devices, for training/optimizer/test_optimizer_runs.py, in a process of their own.
 
-For each line of flags prints the largest difference of parameters and moments from one device's after three
-updates by the same gradients, relative to each array's largest value, and how many elements differ.
+For each line, of a model's name and flags, prints the largest difference of parameters and moments from one
+device's after three updates by the same gradients, relative to each array's largest value, and how many
+elements differ.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -21,17 +23,19 @@ from training.optimizer.optimizers import optimizer_of
 from training.sharding import first_state, make_mesh
 from training.step import make_train_step
 
-MODEL = DecoderConfig(64, 128, 2, 8, 4, 8, 64, experts=ExpertsConfig(2, 1, shared=1), qkv_bias=True)
+DENSE = DecoderConfig(64, 128, 2, 8, 4, 8, 64, qkv_bias=True)
+MODELS = {"dense": DENSE, "experts": dataclasses.replace(DENSE, experts=ExpertsConfig(2, 1, shared=1))}
 MESH = "data=2,fsdp=2,tensor=2"
 
 
-def updated(flags: str, mesh):
+def updated(line: str, mesh):
     """Returns a state after three steps whose gradients are those of a plain function of the parameters."""
-    config = parse(flags.split()).optimizer
-    optimizer = optimizer_of(config, MODEL, None, resolve(["head"], get_policy("bf16")))
+    name, *flags = line.split()
+    config, model = parse(flags).optimizer, MODELS[name]
+    optimizer = optimizer_of(config, model, None, resolve(["head"], get_policy("bf16")))
     with jax.set_mesh(mesh):
         stored = functools.partial(jax.tree.map, lambda w: w.astype(jnp.dtype(config.master)))
-        state, shardings = first_state(MODEL, optimizer, mesh, jax.random.key(0), stored)
+        state, shardings = first_state(model, optimizer, mesh, jax.random.key(0), stored)
 
         def loss(params, batch, key):  # elementwise, so that gradients are the same on all meshes
             parts = itertools.count(1)
@@ -59,9 +63,9 @@ def difference(found, expected) -> tuple[float, int]:
 
 
 if __name__ == "__main__":
-    for flags in sys.argv[1:]:
-        expected = updated(flags, make_mesh(devices=jax.devices()[:1]))
-        largest, differ = difference(updated(flags, make_mesh(MESH)), expected)
+    for line in sys.argv[1:]:
+        expected = updated(line, make_mesh(devices=jax.devices()[:1]))
+        largest, differ = difference(updated(line, make_mesh(MESH)), expected)
         elements = sum(x.size for x in jax.tree.leaves(expected))
-        record = {"flags": flags, "largest": largest, "differ": differ, "elements": elements}
+        record = {"line": line, "largest": largest, "differ": differ, "elements": elements}
         print(json.dumps(record), flush=True)
