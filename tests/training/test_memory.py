@@ -37,8 +37,19 @@ SMALL = DecoderConfig(257, 64, 4, 4, 2, 16, 192)
 MIXED = dataclasses.replace(SMALL, experts=ExpertsConfig(2, 2), d_ff=96, dense_d_ff=(192, 0, 192, 0))
 
 
-def compare(config, batch_size, seq_len, accumulate, policy, implementation, remat, settings=None, rank=None):
-    """Returns the estimate and what the compiled step takes, in bytes; with a rank, of adapters."""
+def compare(
+    config,
+    batch_size,
+    seq_len,
+    accumulate,
+    policy,
+    implementation,
+    remat,
+    settings=None,
+    rank=None,
+    compiles=True,
+):
+    """Returns the estimate and what the step takes if it compiles, in bytes; with a rank, of adapters."""
     settings = settings or OptimizerConfig()
     policies = decoder.layer_policies(config, mxjax.get_policy(policy))
     optimizer = optimizer_of(settings, config, None, policies)
@@ -67,6 +78,8 @@ def compare(config, batch_size, seq_len, accumulate, policy, implementation, rem
         update=working_bytes(state.params) if settings.optimizer == "muon" else 0,
         **options,
     )
+    if not compiles:
+        return estimate, None
 
     def loss(params, batch, key):
         params = params if rank is None else lora.attach(*params)
@@ -121,18 +134,24 @@ def test_adapters_and_packed_weights_are_counted():
     assert 0.5 < allocated / estimate.total < 2
 
 
-@parametrize("moments", slow=["bfloat16"], exhaustive=["float32"])
-def test_muon_s_moments_and_temporary_arrays_are_counted(moments):
+# Updates in bfloat16 draw bits for every array, which take longest to compile.
+@parametrize(
+    ("moments", "compiles"),
+    ("bfloat16", False),
+    slow=[("float32", True)],
+    exhaustive=[("bfloat16", True)],
+)
+def test_muon_s_moments_and_temporary_arrays_are_counted(moments, compiles):
     """The parameters have the moments' type."""
     model = DecoderConfig(257, 256, 2, 4, 4, 64, 688)
     config = OptimizerConfig(optimizer="muon", moments=moments, master=moments)
-    estimate, allocated = compare(model, 2, 64, 1, "bf16", "xla", "none", config)
+    estimate, allocated = compare(model, 2, 64, 1, "bf16", "xla", "none", config, compiles=compiles)
     size = jnp.dtype(moments).itemsize
     assert estimate.parameters == size * model.n_params
     assert estimate.gradients == 4 * model.n_params
     vocabulary = 2 * 257 * 256 + 5 * 256  # and norms, which have two moments
     assert estimate.optimizer == pytest.approx(size * (model.n_params + vocabulary), rel=0.01)
-    assert 0.7 < allocated / estimate.total < 1.4
+    assert not compiles or 0.7 < allocated / estimate.total < 1.4
 
 
 def estimate(**options):
