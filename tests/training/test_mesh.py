@@ -186,16 +186,18 @@ def test_processes_that_do_not_join_end_the_program_in_one_line(monkeypatch, cap
     assert said.count("\n") == 1
 
 
-@parametrize("shape", slow=[(2, 2, 2)], exhaustive=[(1, 8, 1)])
-def test_losses_on_meshes_are_those_of_one_device(shape):
-    """Three steps and an evaluation whose batch the mesh does not divide, with a mask of documents."""
-    check_curves([("wgrad_rht", shape)], "wgrad_rht")
+# The pairs of a process, which takes seconds to start.
+@parametrize(
+    "pairs",
+    slow=[[("wgrad_rht", (2, 2, 2)), ("bf16+fp8", (2, 2, 1))]],
+    exhaustive=[[("wgrad_rht", (1, 8, 1))]],
+)
+def test_losses_on_meshes_are_those_of_one_device(pairs):
+    """Three steps and an evaluation whose batch the mesh does not divide, with a mask of documents.
 
-
-@pytest.mark.slow
-def test_a_head_in_fp8_has_the_losses_of_one_device():
-    """Its pieces differ, its scales do not."""
-    check_curves([("bf16+fp8", (2, 2, 1))], "")
+    Of a head in FP8 pieces differ, and scales do not.
+    """
+    check_curves(pairs, "wgrad_rht")
 
 
 @pytest.mark.slow
