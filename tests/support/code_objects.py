@@ -21,7 +21,8 @@ STEP = [
 ]
 # What the emulator of gfx950 runs in seconds, in shapes with edges; each option of a kernel is in some build.
 EMULATED_GEMMS = [
-    *("gemm_2x*_tile*", "grouped_rows_*_tile[16]*", "grouped_sums_*_tile*"),
+    *("gemm_2x*_tile*", "grouped_rows_*_tile64x64", "grouped_rows_*_tile128x128"),
+    *("grouped_sums_*_tile64x64", "grouped_sums_*_tile128x128", "grouped_sums_*_tile256x256"),
     *("gemm_1x1x1x32_float32", "gemm_1x5x7x96_bfloat16", "gemm_1x64x64x256_float32"),
     *("gemm_1x65x33x288_float32", "gemm_1x256x256x512_bfloat16", "gemm_1x1100x70x32_float32"),
     "gemm_3x17x130x544_bfloat16",
@@ -35,7 +36,8 @@ EMULATED_ATTENTION = ["attention_*_1x149x1x2x64_*"]
 EMULATED = [*EMULATED_GEMMS, *EMULATED_QUANTIZERS, *EMULATED_ATTENTION]
 # What it runs before a release.
 MORE_GEMMS = [f"gemm_1x{shape}_*" for shape in ("1x1x32", "5x7x96", "64x64x256", "65x33x288", "256x256x512")]
-MORE_GEMMS += ["gemm_1x1100x70x32_*", "gemm_3x17x130x544_*", "grouped_rows_*_tile256x*"]
+MORE_GEMMS += ["gemm_1x1100x70x32_*", "gemm_3x17x130x544_*", "grouped_rows_*_tile*256*"]
+MORE_GEMMS += ["grouped_sums_*_tile128x256", "grouped_sums_*_tile256x128"]
 MORE_SHAPES = ("1x1", "1x33", "32x32", "33x1", "3x40x70", "65x97", "128x128", "256x256")
 MORE_QUANTIZERS = [f"quantize_{shape}_*" for shape in MORE_SHAPES]
 MORE_ATTENTION = ["attention_*_1x149x1x2x128_*"]
