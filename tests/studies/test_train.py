@@ -34,7 +34,7 @@ def settings(tmp_path, monkeypatch):
     return runner.Settings("test", tmp_path / "runs", *data, vocab_size=64, commit="0" * 40)
 
 
-CELLS = (Cell("fp8", "", "tiny", "small", 2), Cell("wgrad", "even", "tiny", "small", 2))
+CELLS = (Cell("fp8", "", "tiny", "small", 2), Cell("wgrad_sr", "even", "tiny", "small", 2))
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_study_trains_what_is_missing_and_nothing_else(settings, capsys):
         f"1 finished runs in {settings.out}, such as {path.name}, are of other data"
         in capsys.readouterr().out
     )
-    assert "| wgrad even | 2 | 0 |" in report.tables_of(read_runs(settings.out))["final losses"]
+    assert "| wgrad_sr even | 2 | 0 |" in report.tables_of(read_runs(settings.out))["final losses"]
 
 
 @parametrize("optimizer", slow=["sgd"], exhaustive=["adamw", "muon"])
@@ -146,7 +146,7 @@ def test_the_next_cell_is_prepared_before_a_cell_trains(settings, monkeypatch):
 
     monkeypatch.setattr(runner, "_prepare", Recorded)
     assert runner.run_cells(CELLS, settings)
-    assert events == ["prepares fp8", "prepares wgrad", "trains", "trains", "trains", "trains"]
+    assert events == ["prepares fp8", "prepares wgrad_sr", "trains", "trains", "trains", "trains"]
 
 
 def test_a_failing_preparation_keeps_the_runs_before_it(settings, monkeypatch):
