@@ -203,6 +203,22 @@ def buffer(inst: Any, state: State) -> None:
             memory(place, size)[:] = state.v[first : first + 1, lane].copy().view(np.uint8)[:size]
 
 
+def buffer_into_lds(inst: Any, state: State) -> None:
+    """BUFFER_LOAD_DWORD and _DWORDX4 with LDS: lane n's bytes go to M0 + offset + their size times n.
+
+    tinygrad loads them from the bare address into a register.
+    """
+    assert (inst.offen, inst.idxen) == (1, 0), inst
+    size = 16 if inst.op.name.endswith("X4") else 4
+    descriptor = state.s[inst.srsrc.offset : inst.srsrc.offset + 4]
+    base = int(descriptor[:2].view(np.uint64)[0]) & (2**48 - 1)
+    offset = state.v[inst.vaddr.offset - VECTOR].astype(int) + inst.offset
+    for lane in np.flatnonzero(state.active()):
+        at = (int(state.s[M0]) & 0x3FFFC) + inst.offset + size * lane
+        place = base + int(state.s[inst.soffset.offset]) + offset[lane]
+        state.lds[at : at + size] = memory(place, size) if offset[lane] < descriptor[2] else 0
+
+
 BUFFER_BYTES = {"UBYTE": 1, "BYTE": 1, "USHORT": 2, "SHORT": 2, "DWORDX3": 12}
 
 
@@ -256,6 +272,7 @@ INSTRUCTIONS = {
     **dict.fromkeys(("DS_WRITE_B64", "DS_WRITE_B128"), write_lds),
     **dict.fromkeys(("V_MOV_B32_E32 dpp", "V_ADD_U32_E32 dpp"), across_lanes),
     **dict.fromkeys(("V_XOR_B32_E32 dpp", "V_MAX_I32_E32 dpp"), across_lanes),
+    **dict.fromkeys(("BUFFER_LOAD_DWORD lds", "BUFFER_LOAD_DWORDX4 lds"), buffer_into_lds),
     "BUFFER_LOAD_DWORDX3": buffer,
     **dict.fromkeys(("BUFFER_LOAD_UBYTE", "BUFFER_LOAD_USHORT"), buffer),
     **dict.fromkeys(("BUFFER_STORE_BYTE", "BUFFER_STORE_SHORT"), buffer),
@@ -264,4 +281,5 @@ INSTRUCTIONS = {
 
 def function_of(inst: Any):
     """Returns the function of a decoded instruction, or None."""
-    return INSTRUCTIONS.get(inst.op.name + (" dpp" if hasattr(inst, "dpp") else ""))
+    into_lds = getattr(inst, "lds", 0) and inst.op.name.startswith("BUFFER")
+    return INSTRUCTIONS.get(inst.op.name + (" dpp" if hasattr(inst, "dpp") else " lds" if into_lds else ""))
