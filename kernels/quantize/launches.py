@@ -58,10 +58,8 @@ def fit(pair: Pair, form: Form, target: Target | None, shape: tuple[int, ...], d
     *batch, r, c = shape
     if max(r, c) >= LONGEST_AXIS:
         return False
-    if target is not None and target.backend == "hip" and any(use and _is_quest(use) for use in pair):
-        return False
     if target is None or target.backend != "cuda":
-        return True
+        return target is None or target.backend != "hip" or not any(use and _is_quest(use) for use in pair)
     flat = (1, math.prod(batch), r, c)
     grids = (launch_of(part, form, target, flat, dtype).grid for part in launched_pairs(pair, target))
     return all(max(grid[1:]) <= MOST_PROGRAMS for grid in grids)
@@ -376,14 +374,13 @@ def _tile(target: Target | None, pair: Pair, r: int, row_bytes: int) -> Tile:
     """
     if target is None or target.backend == "interpreter":
         return Tile(64, 64, 1, 8)
+    along_rows, along_columns = _rotation_sizes(pair)
     if target.backend == "hip":
-        along_rows, along_columns = _rotation_sizes(pair)
         if along_columns > 64 and along_rows <= 32:
             # The lanes of one wave exchange the groups of a run without barriers.
             return Tile(128, 32, 2 if row_bytes % 16 else 1, 8)
         return Tile(64 if row_bytes % 16 else 128, 64, 2, 8)
     rows, columns = pair
-    along_rows, along_columns = _rotation_sizes(pair)
     if along_columns > 32 and along_rows <= 32:
         # A thread has 2 columns, so that the lanes of one warp exchange a run's groups, without barriers.
         square = columns and columns.operand.is_square  # a block has 32 columns

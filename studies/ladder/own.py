@@ -208,13 +208,13 @@ def _check(cell: Cell) -> None:
     recipe, model = cell.recipe, model_of(cell)
     layers = functools.partial(decoder.layer_policies, model)
     if recipe is None:
-        check_delayed(model, layers(policy_of(cell), ()))
+        phases = [layers(policy_of(cell), ())]
     else:
         precision = PrecisionConfig(recipe.policy, layers=recipe.layers)
         phases = [phase.layers for phase in phases_of(precision, protocol_of(cell).steps, layers)]
         check_optimizer(recipe.deoscillate, phases)
-        for phase in phases:
-            check_delayed(model, phase)
+    for phase in phases:
+        check_delayed(model, phase)
     if is_whole_run(cell):
         check_protocol(cell)
 

@@ -20,11 +20,10 @@ import mxjax
 from models import decoder
 from models.gemms import linear_layers
 from mxjax.kernels import lowering
-from mxjax.kernels.call_message import MachineCode
 from mxjax.numerics.delayed import Scales
 from mxjax.runtime.devices import Target, use_target
 from support.llamas import SMALL, layer_policies
-from support.programs import calls_of, lower_dot, targets_of
+from support.programs import calls_of, lower_dot, stand_in, targets_of
 from training.optimizer.delayed import is_delayed
 
 LLAMA = dataclasses.replace(SMALL, vocab_size=304)  # a multiple of 16, as the kernel of a head in FP8 needs
@@ -62,11 +61,7 @@ PROGRAMS = {"steps": lower_llama} | dict.fromkeys(("dots", "some"), lambda *case
 
 def main(what: str, backend: str, arch: str, *model_policies: str) -> None:
     target = Target(backend, arch)
-    capability = target.compute_capability or 0
-    # A stand-in for each kernel: compiling them all anew would take minutes.
-    lowering.compile_kernel = lambda kernel, *_: MachineCode(
-        b"\x7fELF", kernel.__name__, 4, 0, 0, 1, capability
-    )
+    lowering.compile_kernel = stand_in(target.compute_capability or 0)  # compiling all would take minutes
     for i, policy in enumerate(mxjax.policies()):
         for implementation in (IMPLEMENTATIONS[i % 4], None) if what == "some" else IMPLEMENTATIONS:
             said = attempt(PROGRAMS[what], target, policy, implementation)
